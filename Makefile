@@ -48,7 +48,8 @@ demo: # of what tests need, only what the demo needs: one CRIU, no linters, no t
 	@ci/demo
 
 bench: setup build
-	@ci/bench --docs docs/performance.md
+	@ci/bench --docs docs/performance.md --workloads inference,finetuning,qlora,random,zeros \
+		--contenders 'ours,stock,stock+lz4,criu --compress' --pairs 4
 	@ci/bench-podman --docs docs/performance.md
 
 soak: setup build

@@ -5,6 +5,7 @@ Those marked one_criu take long: they run with one of them, which the test's nam
 
 criu            one CRIU (gpustasis.criu.find.Criu); the test's id names it: criu-4.2.1
 images          an empty directory for a checkpoint
+arena           the path of an arena (tier = "ram"), not there yet; in a tmpfs
 launch          launch(argv, environ=None) -> Job: a program in a session of its own; ends with
                 the test
 compile_c       compile_c(source, *flags) -> Path: a C program, compiled once for the whole run
@@ -137,6 +138,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture(scope="session")
 def repository() -> Path:
     return Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def arena(tmp_path: Path) -> Iterator[Path]:
+    above = Path("/dev/shm") / f"gpustasis-{tmp_path.parent.name}-{tmp_path.name}"
+    yield above / "arena"
+    shutil.rmtree(above, ignore_errors=True)
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from typing import Final, Self
 
 from typing_extensions import Buffer
 
+from gpustasis._core_arena import *  # noqa: F403
 from gpustasis._core_dirty import *  # noqa: F403
 from gpustasis._core_requirements import *  # noqa: F403
 from gpustasis._core_requirements import Requirements
@@ -35,6 +36,7 @@ class Encoding(Enum):
 class RegionKind(Enum):
     PRIVATE_ANONYMOUS = 0
     SHARED_ANONYMOUS = 1
+    DEVICE = 2
 
 class MemoryKind(Enum):
     GPU = 0
@@ -113,6 +115,7 @@ class ImageInfo:
     chunk_size: Final[int]
     regions: Final[list[Region]]
     sources: Final[list[Source]]
+    of_devices: Final[bool]
 
 class EncodingCount:
     @property
@@ -164,6 +167,16 @@ def flatten_image(
     threads: int = 0,
     progress: Callable[[int], object] | None = None,
 ) -> WriteResult: ...
+def drain_images(
+    arena: str | PathLike[str],
+    images: str | PathLike[str],
+    parent: str | PathLike[str] | None,
+    *,
+    threads: int = 0,
+    compress: bool = True,
+    rate: int = 0,
+    progress: Callable[[int], object] | None = None,
+) -> Manifest: ...
 def link_parent(dir: str | PathLike[str], parent: str | PathLike[str]) -> None: ...
 
 class ParentIndex:
@@ -254,11 +267,9 @@ class GpuSource(Enum):
 
 class TaskGpu:
     UNKNOWN_SIZE: int
+    gpu: Final[int]
+    memory_size: Final[int]
     def __init__(self, gpu: int, memory_size: int = ...) -> None: ...
-    @property
-    def gpu(self) -> int: ...
-    @property
-    def memory_size(self) -> int: ...
 
 class ManifestTask:
     def __init__(
@@ -342,6 +353,8 @@ def write_pack(
 class DropRecord:
     pid: Final[int]
     was_locked: Final[bool]
+    handed_over: Final[bool]
+    filled: Final[bool]
     directory: Final[str]
     device: Final[int]
     inode: Final[int]
@@ -356,12 +369,25 @@ class DumpLock:
 
 def find_drop_record(pid: int) -> DropRecord | None: ...
 def remove_drop_record(pid: int) -> None: ...
+def find_filling_record(pid: int) -> DropRecord | None: ...
 def find_checkpoint_record(pid: int) -> DropRecord | None: ...
 def remove_checkpoint_record(pid: int) -> None: ...
 def give_signals_back(pid: int, restore_thread: int) -> bool: ...
 def is_drop_over(pid: int, restore_thread: int) -> bool: ...
 def is_userfaultfd_setting_left() -> bool: ...
 def list_drop_records() -> list[DropRecord]: ...
+def restore_handed_over(
+    directory: str | PathLike[str],
+    pid: int,
+    image: str,
+    checkpoint_id: bytes,
+    digest: bytes,
+    library: str,
+    threads: int = 0,
+    progress: Callable[[int], object] | None = None,
+    key: DataKey | None = None,
+) -> int: ...
+def list_checkpoint_records() -> list[DropRecord]: ...
 def refill_dropped(
     directory: str | PathLike[str],
     pid: int,

@@ -231,6 +231,7 @@ def checkpoint(
     externalize: bool | None = None,
     cpu_memory: str | None = None,
     layout: str | None = None,
+    tier: str | None = None,
     recipients: Sequence[StrPath] = (),
     key: StrPath | None = None,
     compress: str | None = None,
@@ -244,16 +245,15 @@ def checkpoint(
 
     directory: made if it is not there; holds no other checkpoint. parent: an earlier checkpoint of
     the job, whose memory is not stored again. whole: it is built on no earlier one, whatever a
-    configuration or policy says. leave_running, leave_stopped: the tree runs on,
-    or is left stopped; else it ends. externalize: False: GPU memory goes into CRIU's own images.
-    cpu_memory: who stores the processes' own memory: "criu", "ours" (this plugin, as it stores GPU
-    memory) or "auto". layout: "packed": CRIU's images in one file; "criu": as CRIU writes them.
-    recipients: certificates (PEM) that the checkpoint is sealed for while it is made. key: a
-    private key (PEM) that opens the parent, where that is sealed. max_chain: a chain of so many on
-    top of a full checkpoint gets no longer. ghost_limit: size of the largest file without a name
-    that is dumped with its content. skip_in_flight: leave out connections that are not accepted
-    yet. link_remap: give files without a name one for the time of the dump.
-    Whatever is None is as the plugin's configuration says.
+    configuration or policy says. leave_running, leave_stopped: the tree runs on, or is left
+    stopped; else it ends. externalize: False: GPU memory goes into CRIU's own images. cpu_memory:
+    who stores the processes' own memory: "criu", "ours" (this plugin) or "auto". layout: "packed":
+    CRIU's images in one file; "criu": as CRIU writes them. tier: "disk" or "ram". recipients:
+    certificates (PEM) that it is sealed for while it is made. key: a private key (PEM) that opens
+    the parent, where that is sealed. max_chain: a chain of so many on top of a full checkpoint gets
+    no longer. ghost_limit: size of the largest file without a name that is dumped with its content.
+    skip_in_flight: leave out connections not accepted yet. link_remap: give files without a name
+    one for the dump. Whatever is None is as the plugin's configuration says.
 
     Raises CriuError if CRIU or the plugin failed: the tree runs on then. CheckpointError for a
     directory or a parent that cannot be used.
@@ -268,6 +268,7 @@ def checkpoint(
         "externalize": externalize,
         "cpu_memory": cpu_memory,
         "layout": layout,
+        "tier": tier,
         "recipients": tuple(str(Path(one).absolute()) for one in recipients) or None,
         "private_key": None if key is None else str(Path(key).absolute()),
         "compress": compress,

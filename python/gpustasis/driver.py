@@ -91,10 +91,12 @@ class Device:
 
 
 class Driver:
-    """One loaded driver library. Every method raises DriverError when the driver refuses."""
+    """One loaded driver library, named `library`. Every method raises DriverError when the driver
+    refuses."""
 
     def __init__(self, library: str = DEFAULT_LIBRARY) -> None:
         """Load it. Raises DriverError if it cannot be loaded."""
+        self.library = library
         try:
             self._library: Any = _C.ffi.dlopen(library)
         except OSError as exc:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,13 +15,16 @@ from gpustasis._core import (
     DumpLock,
     find_checkpoint_record,
     find_drop_record,
+    find_filling_record,
     give_signals_back,
+    is_drop_over,
     remove_checkpoint_record,
 )
 from gpustasis.errors import CheckpointError
 from gpustasis.task import read_task
 
 log = logging.getLogger(__name__)
+_POLL_S = 0.1
 
 
 @contextmanager
@@ -106,6 +110,38 @@ def find_begun(pid: int) -> DropRecord | None:
         ) from exc
 
 
+def find_filling(pid: int) -> DropRecord | None:
+    """That somebody was putting GPU memory back into the process that a dump was handed, and has
+    not said that it is done; filled: all of it was there. Raises CheckpointError if that cannot be
+    told."""
+    try:
+        return find_filling_record(pid)
+    except (ValueError, OSError) as exc:
+        raise CheckpointError(
+            f"cannot read whether GPU memory of process {pid} was being put back: {exc}"
+        ) from exc
+
+
+def require_whole(pid: int) -> None:
+    """Raise CheckpointError if memory of a process that runs or is locked is missing, by the
+    records: all is put back, and the record removed, before the driver may restore the process."""
+    record = find_dropped(pid)
+    if record is not None:
+        raise CheckpointError(
+            f"process {pid} runs or is locked, and its memory was not put back from "
+            f"{record.directory}: "
+            "another program had the driver restore it; its GPU memory is wrong. End it, and "
+            "restore it from a checkpoint"
+        )
+    filling = find_filling(pid)
+    if filling is not None and not filling.filled:
+        raise CheckpointError(
+            f"process {pid} runs or is locked, and whoever was putting its GPU memory back from "
+            f"{filling.directory} has died before all of it was there: its GPU memory is wrong. "
+            "End it, and restore it from a checkpoint"
+        )
+
+
 def forget_begun(pid: int, *, has_signals: bool) -> None:
     """Remove the record that find_begun() finds: the process has been brought back. has_signals: as
     unblock_signals() has said; else whoever tries again needs the record."""
@@ -124,3 +160,17 @@ def is_directory_of(record: DropRecord, images: Path) -> bool:
     except OSError:
         return False
     return (found.st_dev, found.st_ino) == (record.device, record.inode)
+
+
+def wait_for_drop(pid: int, thread: int, timeout_s: float) -> None:
+    """A criu that was killed may have pointed the restore thread at the call that drops memory; the
+    thread makes that call all the same, and what was put back before would be lost. Raises
+    CheckpointError if that lasts."""
+    deadline = time.monotonic() + timeout_s
+    while not is_drop_over(pid, thread):
+        if time.monotonic() > deadline:
+            raise CheckpointError(
+                f"the restore thread {thread} of process {pid} has not come back to a call of its "
+                "own: it may still drop memory; nothing was changed"
+            )
+        time.sleep(_POLL_S)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpustasis._core import (
+    ARENA_OWNER,
     ENVELOPE_NAME,
     MANIFEST_NAME,
     SEALED_NAME,
@@ -22,11 +23,15 @@ from gpustasis._core import (
     SealedReader,
     image_name,
     parse_manifest,
+    read_arena_owner,
     read_manifest,
     refill_dropped,
     remove_drop_record,
+    restore_handed_over,
+    stored_directory,
 )
 from gpustasis.criu.statistics import find_statistics, statistics_path
+from gpustasis.dump_records import find_begun, find_dropped
 from gpustasis.errors import CheckpointError, ImageError
 
 Progress = Callable[[int], None]
@@ -37,6 +42,25 @@ def is_sealed(images: Path) -> bool:
     return any(_is_there(images / name) for name in (ENVELOPE_NAME, SEALED_NAME))
 
 
+def find_stored(images: Path) -> Path:
+    """Where the images of a dump into `images` are: there, or in an arena (docs/format.md, "In
+    memory first"). Raises ImageError if they are gone."""
+    try:
+        return stored_directory(images)
+    except (ValueError, OSError, NotImplementedError) as exc:
+        raise ImageError(str(exc)) from exc
+
+
+def told_in(images: Path) -> Path:
+    """Where the dump whose images are in `images` has left its statistics."""
+    if not _is_there(images / ARENA_OWNER):
+        return images
+    try:
+        return Path(read_arena_owner(images).images)
+    except (ValueError, OSError, NotImplementedError) as exc:
+        raise ImageError(f"cannot tell whose images are in {images}: {exc}") from exc
+
+
 @dataclass(frozen=True, slots=True)
 class Dumped:
     """The directory of such a dump; key: None: it is in the clear."""
@@ -44,15 +68,15 @@ class Dumped:
     images: Path
     key: DataKey | None = None
 
-    def find_manifest(self, inner_pid: int) -> Manifest | None:
-        """None: the dump did not come so far as to take anything out of a task. One that is sealed
-        is written last: without it, what the images of task `inner_pid` say of themselves stands
-        for it. Raises ImageError."""
+    def find_manifest(self, pid: int, inner_pid: int) -> Manifest | None:
+        """None: the dump did not come so far as to take anything out of process `pid`, `inner_pid`
+        to itself. It gets its name last: without it, what the images of that task say of themselves
+        stands for it. Raises ImageError."""
         name = MANIFEST_NAME if self.key is None else SEALED_NAME
         try:
             if _is_there(self.images / name):
                 return self._read_manifest()
-            return None if self.key is None else self._of_images(inner_pid)
+            return self._of_images(pid, inner_pid)
         except (ValueError, OSError, NotImplementedError) as exc:
             raise ImageError(f"cannot read the manifest in {self.images}: {exc}") from exc
 
@@ -67,11 +91,12 @@ class Dumped:
         """Refuse the images of a dump that came to its end: another one left the task behind.
         Statistics are written last; those older than the manifest are of an earlier dump into the
         same place. Raises CheckpointError."""
-        statistics = find_statistics(self.images, "dump")
+        told = told_in(self.images)
+        statistics = find_statistics(told, "dump")
         manifest = self.images / (MANIFEST_NAME if self.key is None else SEALED_NAME)
         if statistics is None or not statistics.succeeded or not manifest.exists():
             return
-        if statistics_path(self.images, "dump").stat().st_mtime_ns >= manifest.stat().st_mtime_ns:
+        if statistics_path(told, "dump").stat().st_mtime_ns >= manifest.stat().st_mtime_ns:
             raise CheckpointError(
                 f"the dump into {self.images} was not broken off; name the directory of the one "
                 "that was"
@@ -91,6 +116,35 @@ class Dumped:
             raise ImageError(f"cannot put back {self.images / name}: {exc}") from exc
         return size
 
+    def digests(self, name: str) -> tuple[bytes, bytes] | None:
+        """Of the image `name`: the checkpoint's id and its own digest; None: there is none. An
+        image has its name when it is complete. Raises ImageError."""
+        try:
+            image = self._open(name)
+        except FileNotFoundError:
+            return None
+        except (ValueError, OSError, NotImplementedError) as exc:
+            raise ImageError(f"cannot read {self.images / name}: {exc}") from exc
+        return image.info.checkpoint_id, image.digest
+
+    def hand_back(
+        self,
+        pid: int,
+        name: str,
+        digests: tuple[bytes, bytes],
+        library: str,
+        threads: int,
+        tell: Progress | None,
+    ) -> int:
+        """Have the driver of `library`, which was initialised, restore process `pid` with the
+        memory of the image `name`; bytes of it. Raises ImageError."""
+        try:
+            return restore_handed_over(
+                *(self.images, pid, name, *digests, library, threads), progress=tell, key=self.key
+            )
+        except (ValueError, OSError, NotImplementedError) as exc:
+            raise ImageError(f"cannot hand back {self.images / name}: {exc}") from exc
+
     def _open(self, name: str) -> ImageReader:
         if self.key is None:
             return ImageReader.open(self.images / name)
@@ -102,11 +156,30 @@ class Dumped:
         content = SealedReader.open(self.images, self.key).read(MANIFEST_NAME)
         return parse_manifest(content, MANIFEST_NAME)
 
-    def _of_images(self, inner_pid: int) -> Manifest | None:
+    def _of_images(self, pid: int, inner_pid: int) -> Manifest | None:
+        """An image may be of an earlier dump into the same directory, whole or not: one of GPU
+        memory stands for something only where a record of the process is of its dump."""
+        dropped = find_dropped(pid)
+        begun = None
+        with suppress(CheckpointError):  # of a record that cannot be read: as if there were none
+            begun = find_begun(pid)
+        of_dump = [one.checkpoint_id for one in (dropped, begun) if one is not None]
         found: list[ImageReader] = []
         for kind in (MemoryKind.GPU, MemoryKind.CPU):
-            with suppress(FileNotFoundError):
-                found.append(self._open(image_name(inner_pid, kind)))
+            is_gpu = kind is MemoryKind.GPU
+            if is_gpu and not of_dump:
+                continue
+            try:
+                image = self._open(image_name(inner_pid, kind))
+            except FileNotFoundError:
+                continue
+            except (ValueError, OSError, NotImplementedError):
+                if is_gpu and dropped is not None:
+                    raise
+                continue
+            is_of_dump = not is_gpu or image.info.checkpoint_id in of_dump
+            if is_of_dump and image.info.kind == kind:
+                found.append(image)
         if not found:
             return None
         tasks = [

@@ -151,3 +151,16 @@ class VerificationError(CheckpointError):
     lost or ended before all had succeeded."""
 
     exit_code = 24
+
+
+class LocalError(CheckpointError):
+    """A checkpoint is only in the memory of this host yet, or its dump into it has not ended."""
+
+    exit_code = 25
+
+
+class PeerError(CheckpointError):
+    """A copy on a neighbour cannot be made, fetched or found, or the neighbour cannot be reached or
+    refuses."""
+
+    exit_code = 26

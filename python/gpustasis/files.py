@@ -110,6 +110,22 @@ def open_regular(path: str | os.PathLike[str], flags: int = 0) -> BinaryIO:
         raise
 
 
+def read_trusted(path: str | os.PathLike[str], most: int) -> str:
+    """A configuration, of at most so many bytes, that nobody but root or this user can change.
+    Raises OSError; ValueError that says why it is refused, without its name."""
+    with open_regular(path) as file:
+        found = os.fstat(file.fileno())
+        if found.st_uid not in (0, os.geteuid()) or found.st_mode & _OTHERS_WRITE:
+            raise ValueError(
+                f"is refused: it belongs to user {found.st_uid} with mode "
+                f"{stat.S_IMODE(found.st_mode):04o}, and others than root could change it"
+            )
+        raw = file.read(most + 1)
+    if len(raw) > most:
+        raise ValueError(f"it has more than {most} bytes")
+    return raw.decode("utf-8")
+
+
 def sync(file: BinaryIO) -> None:
     """Have what was written to a file on the disk. Raises OSError."""
     file.flush()

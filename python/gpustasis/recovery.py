@@ -16,11 +16,11 @@ from pathlib import Path
 
 from gpustasis._core import (
     DataKey,
+    DropRecord,
     Manifest,
     ManifestTask,
     MemoryKind,
     image_name,
-    is_drop_over,
 )
 from gpustasis.driver import Driver, ProcessState
 from gpustasis.dump_records import (
@@ -29,10 +29,12 @@ from gpustasis.dump_records import (
     find_dropped,
     forget_begun,
     is_directory_of,
+    require_whole,
     unblock_signals,
+    wait_for_drop,
 )
-from gpustasis.dumped import Dumped, Progress, is_sealed
-from gpustasis.errors import CheckpointError, DriverError, SealError
+from gpustasis.dumped import Dumped, Progress, find_stored, is_sealed, told_in
+from gpustasis.errors import CheckpointError, DriverError, ImageError, SealError
 from gpustasis.task import (
     Task,
     boot_id,
@@ -79,7 +81,7 @@ def find_unharmed(pid: int, images: Path, key: DataKey | None = None) -> Recover
     """
     task = read_task(pid)
     dumped = _dumped(images, key)
-    manifest = dumped.find_manifest(task.inner_pid)
+    manifest = dumped.find_manifest(task.pid, task.inner_pid)
     kinds = {e.kind for e in manifest.tasks if e.pid == task.inner_pid} if manifest else set()
     if kinds != {MemoryKind.CPU} or find_dropped(pid) is not None or has_driver_thread(pid):
         return None
@@ -130,7 +132,7 @@ def _recover(
     state = driver.get_state(pid)
     log.info("process %s is %s", pid, state.name)
     if state in (ProcessState.RUNNING, ProcessState.LOCKED):
-        _require_no_record(pid)
+        require_whole(pid)
         has_signals = _unblock_signals(pid, driver)
     if state is ProcessState.RUNNING:
         forget_begun(pid, has_signals=has_signals)
@@ -152,19 +154,15 @@ def _recover(
     manifest = None
     if dumped is not None:
         dumped.require_unfinished()
-        manifest = dumped.find_manifest(task.inner_pid)
+        manifest = dumped.find_manifest(task.pid, task.inner_pid)
         _require_recorded(task, dumped.images, manifest)
     before = _state_before(manifest, task, state)
     refilled = 0
     if state is ProcessState.CHECKPOINTED:
         if before is ProcessState.CHECKPOINTED:
             return Recovery(outcome=Outcome.LEFT_CHECKPOINTED, refilled_bytes=0)
-        _wait_for_drop(pid, driver)
-        if dumped is not None:
-            refilled = _refill(task, dumped, manifest, threads, on_progress)
-        has_signals = _unblock_signals(pid, driver)
-        driver.init()
-        driver.restore(pid)
+        wait_for_drop(pid, driver.get_restore_thread_id(pid), WORKER_TIMEOUT_S)
+        has_signals, refilled = _restore(task, dumped, manifest, driver, (threads, on_progress))
     if before is not ProcessState.RUNNING:
         forget_begun(pid, has_signals=has_signals)
         left = Outcome.LEFT_LOCKED if state is ProcessState.LOCKED else Outcome.RESTORED_LOCKED
@@ -173,6 +171,26 @@ def _recover(
     forget_begun(pid, has_signals=has_signals)
     done = Outcome.UNLOCKED if state is ProcessState.LOCKED else Outcome.RESTORED
     return Recovery(outcome=done, refilled_bytes=refilled)
+
+
+def _restore(
+    task: Task,
+    dumped: Dumped | None,
+    manifest: Manifest | None,
+    driver: Driver,
+    options: tuple[int, Progress | None],
+) -> tuple[bool, int]:
+    """Have the driver restore the process with all its memory. Whether it has its signals back, and
+    bytes that were put back."""
+    begun = find_begun(task.pid)
+    if begun is not None and begun.handed_over:
+        has_signals = _unblock_signals(task.pid, driver)
+        return has_signals, _hand_back(task, begun, dumped, driver, options)
+    refilled = 0 if dumped is None else _refill(task, dumped, manifest, *options)
+    has_signals = _unblock_signals(task.pid, driver)
+    driver.init()
+    driver.restore(task.pid)
+    return has_signals, refilled
 
 
 def _settled_task(pid: int, images: Path | None) -> Task:
@@ -202,11 +220,19 @@ def _why_busy(pid: int, images: Path, busy: int) -> str:
     """Nobody is told to end a worker while there is a guardian, or that: the task would read zeros
     for what is not back yet, and run on."""
     guardians = find_users(images, GUARDIAN_COMM)
+    begun = find_begun(pid)
+    if not guardians and begun is not None and begun.handed_over:
+        return (
+            f"process {busy} has the GPU memory of process {pid}, perhaps alone, and stores it or "
+            "puts it back: wait for it, and do not end it"
+        )
     if not guardians:
         return (
             f"process {busy}, which that criu has left to do the same, is still at it; wait for "
             "it, or end it and try again"
         )
+    with suppress(ImageError):  # what is not to be done has to be said all the same
+        images = told_in(images)
     guarded = "the process that it guards" if find_dropped(pid) is None else f"process {pid}"
     return (
         f"process {guardians[0]} guards memory that it cannot put back yet; gpustasis-undo.log in "
@@ -214,20 +240,6 @@ def _why_busy(pid: int, images: Path, busy: int) -> str:
         f"{guarded} and restore it from a checkpoint. Do not end the guard: the process would run "
         "on with zeros"
     )
-
-
-def _wait_for_drop(pid: int, driver: Driver) -> None:
-    """A criu that was killed may have pointed the restore thread at the call that drops memory; the
-    thread makes that call all the same, and what was put back before would be lost."""
-    thread = driver.get_restore_thread_id(pid)
-    deadline = time.monotonic() + WORKER_TIMEOUT_S
-    while not is_drop_over(pid, thread):
-        if time.monotonic() > deadline:
-            raise CheckpointError(
-                f"the restore thread {thread} of process {pid} has not come back to a call of its "
-                "own: it may still drop memory; nothing was changed"
-            )
-        time.sleep(_POLL_S)
 
 
 def _unblock_signals(pid: int, driver: Driver) -> bool:
@@ -258,18 +270,6 @@ def _require_begun(task: Task, images: Path, manifest: Manifest | None) -> None:
         )
 
 
-def _require_no_record(pid: int) -> None:
-    """All memory is put back, and the record removed, before the driver may restore the process."""
-    record = find_dropped(pid)
-    if record is not None:
-        raise CheckpointError(
-            f"process {pid} runs or is locked, and its memory was not put back from "
-            f"{record.directory}: "
-            "another program had the driver restore it; its GPU memory is wrong. End it, and "
-            "restore it from a checkpoint"
-        )
-
-
 def _is_gpu_memory(entry: ManifestTask, task: Task) -> bool:
     """CPU memory is never taken out of a process, and never put back."""
     return entry.pid == task.inner_pid and entry.externalized and entry.kind == MemoryKind.GPU
@@ -295,7 +295,7 @@ def _was_restored(task: Task, dumped: Dumped) -> bool:
     """CRIU made the process of a checkpoint in `images`: one of this pid and name is in it, and
     the process has another start time. If it is locked, the driver has put its GPU memory back: a
     restore that ends there (criu and its worker were killed) has but left out the last call."""
-    manifest = dumped.find_manifest(task.inner_pid)
+    manifest = dumped.find_manifest(task.pid, task.inner_pid)
     for entry in manifest.tasks if manifest else ():
         if not _is_gpu_memory(entry, task):
             continue
@@ -311,7 +311,7 @@ def _was_restored(task: Task, dumped: Dumped) -> bool:
 
 def _dumped(images: Path, key: DataKey | None) -> Dumped:
     if not is_sealed(images):
-        return Dumped(images)
+        return Dumped(find_stored(images))
     if key is None:
         raise SealError(
             f"the dump into {images} is sealed: name the private key that opens it, with --key or "
@@ -358,6 +358,27 @@ def _refill(
         *(task.pid, image_name(task.inner_pid), (manifest.checkpoint_id, entry.digest)),
         *(threads, on_progress),
     )
+
+
+def _hand_back(
+    task: Task,
+    begun: DropRecord,
+    dumped: Dumped | None,
+    driver: Driver,
+    options: tuple[int, Progress | None],
+) -> int:
+    """Have the driver restore the process with memory that it had handed over to a dump: the image
+    of that dump alone has it, and has its name once it is complete; bytes of it."""
+    name = image_name(task.inner_pid)
+    found = None if dumped is None else dumped.digests(name)
+    if dumped is None or found is None or found[0] != begun.checkpoint_id:
+        raise CheckpointError(
+            f"the driver has handed the GPU memory of process {task.pid} over to a dump into "
+            f"{begun.directory}, and {name} of that dump is not there: if it was never complete, "
+            "the memory is lost: end the process, and restore it from an earlier checkpoint"
+        )
+    driver.init()
+    return dumped.hand_back(task.pid, name, found, driver.library, *options)
 
 
 def _unlock(pid: int, driver: Driver) -> None:

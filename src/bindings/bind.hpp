@@ -6,6 +6,7 @@
 
 namespace gpustasis::bindings {
 
+void bind_arena(pybind11::module_& m);
 void bind_errors(pybind11::module_& m);
 void bind_dirty_tracker(pybind11::module_& m);
 void bind_dropped_memory(pybind11::module_& m);

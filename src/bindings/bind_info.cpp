@@ -14,7 +14,8 @@ namespace {
 void bind_region(py::module_& m) {
     py::enum_<RegionKind>(m, "RegionKind", "How a region is mapped in the task.")
         .value("PRIVATE_ANONYMOUS", RegionKind::private_anonymous)
-        .value("SHARED_ANONYMOUS", RegionKind::shared_anonymous);
+        .value("SHARED_ANONYMOUS", RegionKind::shared_anonymous)
+        .value("DEVICE", RegionKind::device);
 
     py::class_<Region>(m, "Region", "A run of the task's memory; in bytes, whole pages.")
         .def(py::init([](std::uint64_t address, std::uint64_t length, std::uint32_t protection,
@@ -71,6 +72,7 @@ ImageInfo make_info(std::uint32_t pid, const py::bytes& checkpoint_id, std::uint
                     std::uint32_t driver_api_version, const py::str& driver_version,
                     std::vector<GpuInfo> gpus, std::uint32_t chunk_size,
                     std::vector<Region> regions, MemoryKind kind) {
+    const bool of_devices = !regions.empty() && regions.front().kind == RegionKind::device;
     return {.checkpoint_id = to_id(checkpoint_id),
             .parent_id = {},
             .pid = pid,
@@ -84,7 +86,8 @@ ImageInfo make_info(std::uint32_t pid, const py::bytes& checkpoint_id, std::uint
             .gpus = std::move(gpus),
             .chunk_size = chunk_size,
             .regions = std::move(regions),
-            .sources = {}};
+            .sources = {},
+            .of_devices = of_devices};
 }
 
 } // namespace
@@ -133,6 +136,7 @@ void bind_info(py::module_& m) {
         .def_readonly("chunk_size", &ImageInfo::chunk_size, "in bytes")
         .def_readonly("regions", &ImageInfo::regions)
         .def_readonly("sources", &ImageInfo::sources)
+        .def_readonly("of_devices", &ImageInfo::of_devices)
         .def("__eq__", &equal<ImageInfo>, py::is_operator());
 }
 

@@ -86,4 +86,18 @@ inline ImageReader::Progress progress_of(const Tell& tell) {
     };
 }
 
+/// As progress_of(), of what must not be left half done: Ctrl-C is not looked at, and what `tell` raises is dropped.
+inline ImageReader::Progress progress_alone(const Tell& tell) {
+    return [&tell](std::uint64_t done) {
+        if (!tell)
+            return;
+        const pybind11::gil_scoped_acquire locked;
+        try {
+            (*tell)(done);
+        } catch (pybind11::error_already_set& e) {
+            e.discard_as_unraisable("progress of a restore");
+        }
+    };
+}
+
 } // namespace gpustasis::bindings

@@ -11,6 +11,7 @@ PYBIND11_MODULE(_core, m) {
     bind_image(m);
     bind_requirements(m);
     bind_manifest(m);
+    bind_arena(m);
     bind_pack(m);
     bind_seal(m);
     bind_signature(m);

@@ -12,6 +12,11 @@
 
 namespace gpustasis {
 
+// Whole blocks: what is written directly may end behind the file.
+bool BlockOutput::reserve(std::uint64_t size) {
+    return chunks_.reserve_all((size + kBlockSize - 1) / kBlockSize * kBlockSize);
+}
+
 void BlockOutput::put(std::uint64_t offset, std::size_t size,
                       const std::function<void(MutBytes)>& make) {
     if (size == 0)

@@ -24,6 +24,9 @@ public:
     /// `fd`: a new, empty file, which stays the caller's. Throws Error: as ChunkOutput.
     BlockOutput(int fd, IoMode mode) : fd_(fd), chunks_(fd, mode, kDirectAlignment) {}
 
+    /// As FileOutput::reserve(). Before anything is put.
+    bool reserve(std::uint64_t size);
+
     /// Make the `size` bytes at `offset`: `make` fills all of what it is given. By several threads at once, each
     /// byte of the file once. Throws Error: bad_argument if one of them was put before, and then none of them is put;
     /// io, and what `make` throws. After that finish() fails.

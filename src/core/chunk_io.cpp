@@ -6,6 +6,7 @@
 #include "core/file.hpp"
 
 #include <fcntl.h>
+#include <sys/statvfs.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -123,6 +124,23 @@ bool ChunkOutput::reserve(std::uint64_t end) {
     return true;
 }
 
+bool ChunkOutput::reserve_all(std::uint64_t size) {
+    const std::lock_guard lock(mutex_);
+    const int error = reserve_space(fd_, 0, size);
+    if (error == 0) {
+        reserved_.store(size, std::memory_order_release);
+        return true;
+    }
+    struct statvfs room {};
+    if (error == EOPNOTSUPP && ::fstatvfs(fd_, &room) == 0) {
+        reserving_ = false;
+        if (room.f_bavail >= size / room.f_frsize + 1)
+            return false;
+    }
+    throw Error(io_error("reserve " + std::to_string(size >> 20) + " MiB",
+                         error == EOPNOTSUPP ? ENOSPC : error));
+}
+
 void ChunkOutput::write(std::uint64_t offset, MutBytes buffer, std::size_t size) {
     if (size == 0)
         return;
@@ -138,6 +156,9 @@ void ChunkOutput::write(std::uint64_t offset, MutBytes buffer, std::size_t size)
             write_at(fd_, offset + done, buffer.first(size).subspan(done));
         return;
     }
+    // The kernel lets one thread at a time write to a file through the page cache, and the others spin for it: two of them
+    // wrote no faster than one, for twice the processor time. Who sleeps leaves it to those that make chunks.
+    const std::lock_guard turn(buffered_);
     write_at(fd_, offset, buffer.first(size));
 }
 

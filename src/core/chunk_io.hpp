@@ -47,6 +47,9 @@ public:
     /// Throws Error: io.
     void write(std::uint64_t offset, MutBytes buffer, std::size_t size);
 
+    /// As FileOutput::reserve().
+    bool reserve_all(std::uint64_t size);
+
     /// Give back what was reserved or written beyond `size`, the size of the whole file. Throws Error: io.
     void finish(std::uint64_t size);
 
@@ -59,6 +62,7 @@ private:
     IoMode mode_;
     UniqueFd direct_; ///< none: buffered
     std::mutex mutex_;
+    std::mutex buffered_;                     ///< see write()
     std::atomic<std::uint64_t> reserved_ = 0; ///< space that the file has
     std::atomic<bool> reserving_ = true;      ///< false: this file system cannot
 };

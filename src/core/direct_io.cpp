@@ -4,6 +4,7 @@
 #include "core/error.hpp"
 
 #include <fcntl.h>
+#include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -11,6 +12,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <new>
 #include <string>
 
 namespace gpustasis {
@@ -50,7 +52,43 @@ bool offers_direct(int fd) {
            fits(tail.dio_offset_align);
 }
 
+constexpr std::size_t kHugePage = std::size_t{2}
+                                  << 20; // others are a multiple of it, or not to be had
+
+/// Of at least `size` bytes, which begins with a huge page.
+std::shared_ptr<void> map_huge(std::size_t size) {
+    const std::size_t whole = (size + kHugePage - 1) / kHugePage * kHugePage;
+    void* const place = ::mmap(nullptr, whole + kHugePage, PROT_READ | PROT_WRITE,
+                               MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (place == MAP_FAILED)
+        throw std::bad_alloc();
+    const auto begin = reinterpret_cast<std::uintptr_t>(place);
+    const std::uintptr_t first = (begin + kHugePage - 1) / kHugePage * kHugePage;
+    if (first != begin)
+        ::munmap(place, first - begin);
+    if (const std::size_t behind = begin + kHugePage - first; behind != 0)
+        ::munmap(reinterpret_cast<void*>(first + whole), behind);
+    void* const mapping = reinterpret_cast<void*>(first);
+    (void)::madvise(mapping, whole, MADV_HUGEPAGE); // refused: it costs time, nothing else
+    return {mapping, [whole](void* at) { ::munmap(at, whole); }};
+}
+
 } // namespace
+
+std::vector<AlignedBuffer> AlignedBuffer::side_by_side(std::size_t count, std::size_t size) {
+    const std::size_t step = direct_size(size);
+    std::vector<AlignedBuffer> made;
+    made.reserve(count);
+    if (step == 0 || count < kHugePage / 2 / step) {
+        while (made.size() < count)
+            made.emplace_back(step);
+        return made;
+    }
+    const std::shared_ptr<void> mapping = map_huge(count * step);
+    for (std::byte* at = static_cast<std::byte*>(mapping.get()); made.size() < count; at += step)
+        made.push_back(AlignedBuffer(step, at, mapping));
+    return made;
+}
 
 std::shared_ptr<BufferPool> BufferPool::of_process() {
     static std::mutex mutex;

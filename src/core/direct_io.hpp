@@ -9,6 +9,7 @@
 #include "core/bytes.hpp"
 #include "core/unique_fd.hpp"
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
@@ -34,28 +35,44 @@ public:
     explicit AlignedBuffer(std::size_t size)
         : size_(direct_size(size)),
           data_(static_cast<std::byte*>(size_ == 0 ? nullptr
-                                                   : std::aligned_alloc(kDirectAlignment, size_))) {
+                                                   : std::aligned_alloc(kDirectAlignment, size_)),
+                Free{}) {
         if (size_ != 0 && data_ == nullptr)
             throw std::bad_alloc();
     }
+
+    /// `count` of them, one behind the other, on huge pages where the kernel has some (madvise(2), MADV_HUGEPAGE): a
+    /// device is given a request of so many pages at most, and small ones make it many requests (docs/performance.md has
+    /// the figures). Less than half a huge page in all is taken as always. Throws std::bad_alloc.
+    static std::vector<AlignedBuffer> side_by_side(std::size_t count, std::size_t size);
 
     MutBytes bytes() noexcept { return {data_.get(), size_}; }
 
 private:
     struct Free {
-        void operator()(std::byte* data) const noexcept { std::free(data); }
+        std::shared_ptr<void> mapping; ///< none: it is of the heap
+        void operator()(std::byte* data) const noexcept {
+            if (!mapping)
+                std::free(data);
+        }
     };
+    AlignedBuffer(std::size_t size, std::byte* data, std::shared_ptr<void> mapping)
+        : size_(size), data_(data, Free{std::move(mapping)}) {}
+
     std::size_t size_;
     std::unique_ptr<std::byte, Free> data_;
 };
 
 /// Buffers that are used again and again, by any number of threads: large memory that comes new from the kernel each
-/// time costs a fault for every page of it, more than what is done with it. It keeps no more of them than were taken at
-/// once, and no more than kMostKept bytes.
+/// time costs a fault for every page of it, more than what is done with it. It makes kMadeAtOnce bytes of them at once, and
+/// keeps no more than were taken at once and those made with them, and no more than kMostKept bytes.
 class BufferPool {
 public:
     /// One for each of the threads that may wait for a device (workers.hpp), with what is read or written at once.
     static constexpr std::size_t kMostKept = std::size_t{64} << 20;
+    static constexpr std::size_t kMadeAtOnce = std::size_t{4} << 20;
+    /// Smaller ones are made one by one.
+    static constexpr std::size_t kLeastShared = std::size_t{64} << 10;
 
     /// One for all files of this process that are read: a restore has one open for each task, and more for those that it
     /// is built on. It is there until nobody has it any more.
@@ -73,7 +90,12 @@ public:
                     return found;
             }
         }
-        return AlignedBuffer(size);
+        const std::size_t count = size < kLeastShared ? 1 : kMadeAtOnce / size;
+        std::vector<AlignedBuffer> made =
+            AlignedBuffer::side_by_side(std::max<std::size_t>(1, count), size);
+        for (; made.size() > 1; made.pop_back())
+            put_back(std::move(made.back()));
+        return std::move(made.front());
     }
     void put_back(AlignedBuffer buffer) {
         const std::size_t size = buffer.bytes().size();

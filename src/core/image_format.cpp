@@ -26,7 +26,7 @@ constexpr BlockKind kHeader{.magic = std::string_view("\x93"
                             .header_size = kHeaderSize,
                             .wrong_magic = "not an image: wrong magic",
                             .wrong_hash = "header does not match its checksum",
-                            .features = kParent | kCpuMemory | kAlike | kFiles};
+                            .features = kParent | kCpuMemory | kAlike | kFiles | kDevice};
 
 Bytes trailer_magic() noexcept {
     return std::as_bytes(std::span("GPUSEND\n", 8));
@@ -53,7 +53,8 @@ std::vector<std::byte> pack_header(const Header& header) {
                     (header.parent_id == Id{} ? std::uint64_t{0} : kParent) |
                         (header.has_cpu_memory ? kCpuMemory : std::uint64_t{0}) |
                         (header.has_alike ? kAlike : std::uint64_t{0}) |
-                        (header.kind == MemoryKind::files ? kFiles : std::uint64_t{0}),
+                        (header.kind == MemoryKind::files ? kFiles : std::uint64_t{0}) |
+                        (header.of_devices ? kDevice : std::uint64_t{0}),
                     kHeaderSize);
     out.append(header.checkpoint_id);
     out.append(header.parent_id);
@@ -81,6 +82,7 @@ Header unpack_header(Bytes bytes) {
         corrupt("kind and features contradict each other");
     header.has_cpu_memory = (required & kCpuMemory) != 0;
     header.has_alike = (required & kAlike) != 0;
+    header.of_devices = (required & kDevice) != 0;
     in.reserved(kHeaderReserved);
     if (!std::has_single_bit(header.alignment) || header.alignment > kMaxAlignment)
         corrupt("alignment out of range: " + std::to_string(header.alignment));

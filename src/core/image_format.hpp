@@ -34,6 +34,7 @@ struct Header {
     MemoryKind kind = MemoryKind::gpu;
     bool has_cpu_memory = false; ///< it, or one of its sources, is of MemoryKind::cpu
     bool has_alike = false;      ///< one of its sources is of the same checkpoint
+    bool of_devices = false;     ///< as ImageInfo::of_devices
     Id hash{};                   ///< set by unpack_header
 };
 

@@ -92,6 +92,7 @@ FrameResult write_frame(ImageOutput& output, const ImageInfo& info, std::uint32_
                              .kind = info.kind,
                              .has_cpu_memory = format::has_cpu_memory(info),
                              .has_alike = format::has_alike(info),
+                             .of_devices = info.of_devices,
                              .hash = {}});
     const std::vector<std::byte> metadata = format::pack_metadata(info);
     format::Trailer trailer;
@@ -157,6 +158,7 @@ ImageFrame read_frame(std::uint64_t size, const ReadPart& read) {
     frame.info.pid = header.pid;
     frame.info.chunk_size = header.chunk_size;
     frame.info.kind = header.kind;
+    frame.info.of_devices = header.of_devices;
     format::unpack_metadata(metadata, frame.info);
     format::check_info(frame.info, Errc::corrupt_data);
     if (format::has_cpu_memory(frame.info) != header.has_cpu_memory)

@@ -23,9 +23,31 @@ enum class MemoryKind : std::uint8_t {
 
 /// How a region is mapped in the task; decides how its pages are dropped. Of CPU memory, a memfd and a file
 /// that was removed from a tmpfs are shared anonymous memory too.
-enum class RegionKind : std::uint8_t { private_anonymous = 0, shared_anonymous = 1 };
+enum class RegionKind : std::uint8_t {
+    private_anonymous = 0,
+    shared_anonymous = 1,
+    device =
+        2, ///< not in the task at all: memory of one GPU, which the driver handed over itself (custom storage)
+};
 
-/// One run of staged memory: [address, address + length) in the task, both page multiples.
+/// Addresses of RegionKind::device. What a task has on GPU `number` of ImageInfo::gpus, 256 at most, is cut into stripes
+/// of this size, and each is a region. They ascend by stripe first, then by GPU: who reads or writes an image in order
+/// keeps the links of all GPUs busy.
+inline constexpr unsigned kStripeBits = 26;
+inline constexpr unsigned kDeviceNumberBits = 8;
+inline constexpr std::uint64_t kStripe = std::uint64_t{1} << kStripeBits;
+constexpr std::uint64_t device_address(std::size_t number, std::uint64_t offset) noexcept {
+    return offset >> kStripeBits << (kStripeBits + kDeviceNumberBits) |
+           static_cast<std::uint64_t>(number) << kStripeBits | (offset & (kStripe - 1));
+}
+constexpr std::size_t device_number(std::uint64_t address) noexcept {
+    return address >> kStripeBits & ((1U << kDeviceNumberBits) - 1);
+}
+constexpr std::uint64_t device_offset(std::uint64_t address) noexcept {
+    return address >> (kStripeBits + kDeviceNumberBits) << kStripeBits | (address & (kStripe - 1));
+}
+
+/// One run of memory: [address, address + length) in the task, both page multiples.
 struct Region {
     std::uint64_t address = 0;
     std::uint64_t length = 0;
@@ -75,6 +97,9 @@ struct ImageInfo {
     std::uint32_t chunk_size = 0;         ///< bytes; a power of two, kMinChunkSize..kMaxChunkSize
     std::vector<Region> regions;          ///< ascending by address, not overlapping
     std::vector<Source> sources;          ///< ascending by depth, then pid, then kind
+    /// The driver handed the memory over itself, and takes it back the same way alone, also where there is none of it:
+    /// then all regions are RegionKind::device, else none is.
+    bool of_devices = false;
 
     bool operator==(const ImageInfo&) const = default;
 };

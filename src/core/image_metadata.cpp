@@ -30,8 +30,26 @@ void check_region(const Region& region, std::uint64_t lowest, Errc blame) {
         refuse("overlaps the one before it, or comes out of order");
     if (region.protection > kMaxProtection)
         refuse("unknown protection bits");
-    if (region.kind > RegionKind::shared_anonymous)
+    if (region.kind > RegionKind::device)
         refuse("unknown kind");
+}
+
+// `sizes`: of what came before, by GPU.
+void check_device_region(const Region& region, const ImageInfo& info,
+                         std::vector<std::uint64_t>& sizes, Errc blame) {
+    const auto refuse = [&](const char* why) {
+        throw Error(blame, "region at " + std::to_string(region.address) + ": " + why);
+    };
+    if (region.kind != RegionKind::device || !info.of_devices || info.kind != MemoryKind::gpu)
+        refuse("memory of a GPU beside other memory");
+    const std::size_t number = device_number(region.address);
+    if (number >= info.gpus.size())
+        refuse("of a GPU that is not listed");
+    sizes.resize(info.gpus.size());
+    if (device_offset(region.address) != sizes[number] || sizes[number] % kStripe != 0 ||
+        region.length > kStripe)
+        refuse("not the next stripe of its GPU's memory");
+    sizes[number] += region.length;
 }
 
 void check_regions(const ImageInfo& info, Errc blame) {
@@ -39,9 +57,12 @@ void check_regions(const ImageInfo& info, Errc blame) {
         throw Error(blame, "too many regions: " + std::to_string(info.regions.size()));
     std::uint64_t lowest = 0;
     std::uint64_t chunks = 0; // cannot overflow: regions do not overlap
+    std::vector<std::uint64_t> sizes;
     for (const Region& region : info.regions) {
         check_region(region, lowest, blame);
         lowest = region.address + region.length;
+        if (region.kind == RegionKind::device || info.of_devices)
+            check_device_region(region, info, sizes, blame);
         chunks += (region.length + info.chunk_size - 1) / info.chunk_size;
     }
     if (chunks > kMaxChunks)
@@ -130,6 +151,8 @@ void check_info(const ImageInfo& info, Errc blame) {
     if (!text_fits(info.comm, kCommWidth))
         throw Error(blame, "comm is too long or holds a zero byte");
     check_machine(info.driver_version, info.gpus, blame);
+    if (info.of_devices && info.kind != MemoryKind::gpu)
+        throw Error(blame, "memory of a GPU beside other memory");
     check_regions(info, blame);
     check_sources(info, blame);
 }

@@ -50,6 +50,9 @@ public:
         chunks_.write(offset, buffer, size);
     }
     void put(std::uint64_t offset, Bytes bytes) override { write_at(file_.fd(), offset, bytes); }
+    /// Before anything is put: have room on the medium for an image of `size` bytes, so that no write of it fails for
+    /// want of room. False: this file system reserves none, and there seems to be room. Throws Error: io if there is not.
+    bool reserve(std::uint64_t size) { return chunks_.reserve_all(size); }
     void commit(std::uint64_t size) override {
         chunks_.finish(size);
         file_.commit();

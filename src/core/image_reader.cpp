@@ -68,8 +68,6 @@ struct ImageReader::State : ImageFrame {
 
     /// Memory that one worker needs for any chunk.
     struct Scratch {
-        explicit Scratch(const State& state)
-            : plain(state.info.chunk_size), stored(state.info.chunk_size) {}
         AlignedBuffer plain;
         AlignedBuffer stored;
     };
@@ -160,8 +158,13 @@ void ImageReader::State::for_each_chunk(unsigned threads, const Progress& progre
     const bool direct = std::ranges::any_of(inputs, is_direct) ||
                         (attached && std::ranges::any_of(others, is_direct));
     const Waits waits = direct ? Waits::device : Waits::processor;
-    run_workers(worker_count(threads, map.count(), waits), failure, [&] {
-        Scratch scratch(*this);
+    const unsigned count = worker_count(threads, map.count(), waits);
+    std::vector<AlignedBuffer> plain = AlignedBuffer::side_by_side(count, info.chunk_size);
+    std::vector<AlignedBuffer> stored = AlignedBuffer::side_by_side(count, info.chunk_size);
+    std::atomic<std::size_t> taken = 0;
+    run_workers(count, failure, [&] {
+        const std::size_t mine = taken.fetch_add(1, std::memory_order_relaxed);
+        Scratch scratch{std::move(plain[mine]), std::move(stored[mine])};
         while (!failure.any()) {
             const std::uint64_t number = next.fetch_add(1, std::memory_order_relaxed);
             if (number >= map.count())

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "core/lineage.hpp"
 
+#include "core/arena.hpp"
 #include "core/chunk_io.hpp"
 #include "core/error.hpp"
 #include "core/file.hpp"
@@ -195,8 +196,14 @@ void Lineage::open_by(std::shared_ptr<ChainFiles> files) {
     opener_ = std::move(files);
 }
 
+// Where the files of the parent are: in an arena, if it is not drained yet.
+UniqueFd Lineage::open_stored_parent(std::uint32_t depth) {
+    UniqueFd found = open_link_or_search(depth);
+    return opener_ ? std::move(found) : stored_directory(found.get());
+}
+
 Lineage::Directory Lineage::open_parent(std::uint32_t depth) {
-    Directory parent{open_link_or_search(depth), {}};
+    Directory parent{open_stored_parent(depth), {}};
     parent.path = directory_path(parent.fd.get());
     const struct stat status = status_of(parent.fd.get());
     // A dump would write over what it is built on.
@@ -206,7 +213,7 @@ Lineage::Directory Lineage::open_parent(std::uint32_t depth) {
                                                 " leads back to " + below.path +
                                                 ", which is built on that one: a circle");
     lock_shared(parent.fd.get(), parent.path);
-    if (!same_file(status, status_of(open_link_or_search(depth).get())))
+    if (!same_file(status, status_of(open_stored_parent(depth).get())))
         throw Error(Errc::io, parent.path + " was removed or replaced meanwhile");
     return parent;
 }

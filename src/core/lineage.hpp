@@ -54,7 +54,8 @@ public:
     void open_by(std::shared_ptr<ChainFiles> files);
     bool is_sealed() const noexcept { return opener_ != nullptr; }
 
-    /// The directory `depth` links away; 0: the checkpoint's own. Where a link leads nowhere, the
+    /// The directory `depth` links away; 0: the checkpoint's own. Of a parent that is local (arena.hpp) it is the one
+    /// in the arena. Where a link leads nowhere, the
     /// parent is looked for by its id (find_checkpoint()). Throws Error: io, naming the link
     /// and the parent if it is nowhere, and if somebody is about to remove it.
     int directory(std::uint32_t depth);
@@ -85,6 +86,7 @@ private:
     Lineage() = default;
     Directory open_parent(std::uint32_t depth);
     UniqueFd open_link_or_search(std::uint32_t depth);
+    UniqueFd open_stored_parent(std::uint32_t depth);
     Manifest read_manifest_in(std::uint32_t depth, int directory);
 
     std::shared_ptr<ChainFiles> opener_; ///< none: all is in the clear

@@ -3,11 +3,11 @@
 
 #include "core/error.hpp"
 #include "core/fields.hpp"
-#include "core/file.hpp"
 #include "core/image_metadata.hpp"
 #include "core/sealed_block.hpp"
 
 #include <algorithm>
+#include <functional>
 #include <string_view>
 #include <utility>
 
@@ -266,15 +266,33 @@ std::uint64_t max_manifest_size() noexcept {
     return kMaxSize;
 }
 
-void write_manifest(int dir_fd, const Manifest& manifest) {
+namespace {
+
+void writing_manifest(const std::function<void()>& write) {
     try {
-        const std::vector<std::byte> bytes = pack_manifest(manifest);
-        PartFile file(dir_fd, kManifestName);
-        write_at(file.fd(), 0, bytes);
-        file.commit();
+        write();
     } catch (const Error& e) {
         throw Error(e, std::string(kManifestName) + ": " + e.what());
     }
+}
+
+} // namespace
+
+ManifestFile::ManifestFile(int dir_fd, const Manifest& manifest) {
+    writing_manifest([&] {
+        const std::vector<std::byte> bytes = pack_manifest(manifest);
+        file_.emplace(dir_fd, kManifestName);
+        write_at(file_->fd(), 0, bytes);
+        file_->sync();
+    });
+}
+
+void ManifestFile::commit() {
+    writing_manifest([this] { file_->commit(); });
+}
+
+void write_manifest(int dir_fd, const Manifest& manifest) {
+    ManifestFile(dir_fd, manifest).commit();
 }
 
 Manifest read_manifest(int dir_fd) {

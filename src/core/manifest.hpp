@@ -3,6 +3,7 @@
 #pragma once
 
 #include "core/bytes.hpp"
+#include "core/file.hpp"
 #include "core/image_info.hpp"
 #include "core/requirements.hpp"
 
@@ -70,8 +71,20 @@ struct Manifest {
     bool operator==(const Manifest&) const = default;
 };
 
-/// Write the manifest of directory `dir_fd`, replacing an older one in a single durable step.
-/// Throws Error: io, bad_argument.
+/// The manifest of directory `dir_fd` before it has its name: what lacks one is no checkpoint. Destroyed without
+/// commit(), it is gone. The caller keeps `dir_fd` open.
+class ManifestFile {
+public:
+    /// All of it is on the medium on return. Throws Error: io, bad_argument.
+    ManifestFile(int dir_fd, const Manifest& manifest);
+    /// It takes the place of an older one in a single durable step. Throws Error: io.
+    void commit();
+
+private:
+    std::optional<PartFile> file_;
+};
+
+/// Both at once. Throws as those.
 void write_manifest(int dir_fd, const Manifest& manifest);
 
 /// Throws Error: io (also if there is none), corrupt_data, unsupported.

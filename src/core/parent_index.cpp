@@ -84,6 +84,11 @@ ParentIndex ParentIndex::read(Lineage& lineage) {
     return index;
 }
 
+void ParentIndex::reopen(Lineage& lineage) {
+    for (const std::uint16_t number : order())
+        files_[number] = find_file(lineage, number);
+}
+
 void ParentIndex::add_image(Lineage& lineage, const ManifestTask& task) {
     const ImageReader image = open_image(lineage, 1, manifest_.checkpoint_id, task);
     const ImageInfo& info = image.info();

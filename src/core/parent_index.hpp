@@ -46,6 +46,10 @@ public:
     /// images.
     static ParentIndex read(Lineage& lineage);
 
+    /// Open the files that it refers to anew, in `lineage`, which is that of read(): in a process that does not have what
+    /// they were opened by. Not while another thread reads. Throws Error: io, corrupt_data, as ChainFiles::open().
+    void reopen(Lineage& lineage);
+
     /// Know the chunks that the image of `task` holds, which is complete in the directory at depth 0 of
     /// `lineage`: images written from now on for the same `owner` may refer to it. Where as many sources as there can be are
     /// known, it does nothing. Not while another thread reads.

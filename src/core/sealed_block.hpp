@@ -24,6 +24,8 @@ inline constexpr std::uint64_t kRequirements = 1U << 2; ///< of manifests only
 inline constexpr std::uint64_t kCpuMemory = 1U << 3;    ///< something in it is of MemoryKind::cpu
 inline constexpr std::uint64_t kAlike = 1U << 4;        ///< of images only: a source is of depth 0
 inline constexpr std::uint64_t kFiles = 1U << 5; ///< it holds files, or a file holds CRIU's images
+inline constexpr std::uint64_t kDevice = 1U
+                                         << 6; ///< of images only: regions are RegionKind::device
 
 /// One kind of block, and the words for one that is none or is damaged.
 struct BlockKind {

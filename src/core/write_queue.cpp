@@ -9,9 +9,10 @@ WriteQueue::WriteQueue(unsigned buffers, std::size_t plain_size, std::size_t pac
                        Write write)
     : write_(std::move(write)) {
     free_.reserve(buffers);
+    std::vector<AlignedBuffer> plain = AlignedBuffer::side_by_side(buffers, plain_size);
+    std::vector<AlignedBuffer> packed = AlignedBuffer::side_by_side(buffers, packed_size);
     for (unsigned i = 0; i < buffers; ++i) {
-        buffers_.push_back(
-            {.plain = AlignedBuffer(plain_size), .packed = AlignedBuffer(packed_size)});
+        buffers_.push_back({.plain = std::move(plain[i]), .packed = std::move(packed[i])});
         free_.push_back(&buffers_.back());
     }
 }

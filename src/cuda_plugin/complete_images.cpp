@@ -7,6 +7,7 @@
 #include "cuda_plugin/host.hpp"
 
 #include <fcntl.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -26,12 +27,24 @@ std::atomic<CompleteImages*> living = nullptr;
 using Close = int (*)(int);
 std::atomic<Close> real_close = nullptr;
 
+bool is_written(int fd) noexcept {
+    const int flags = ::fcntl(fd, F_GETFL);
+    return flags >= 0 && (flags & O_ACCMODE) != O_RDONLY;
+}
+
 } // namespace
+
+void end_cut_child() noexcept {
+    if (!host::images_are_cut())
+        return;
+    host::error("a child of criu could not write all of an image: is there too little room, or "
+                "memory, for them?");
+    ::_exit(EXIT_FAILURE);
+}
 
 CompleteImages::CompleteImages(int image_dir, Then then)
     : image_dir_(image_dir), then_(std::move(then)), process_(::getpid()) {
     host::require_fail_dump();
-    remove_early_images(image_dir);
     real_close = reinterpret_cast<Close>(ImportSlot::find_imported("close"));
     slot_.emplace("close", reinterpret_cast<void*>(&CompleteImages::close_of_criu));
     living = this;
@@ -43,22 +56,28 @@ CompleteImages::~CompleteImages() {
 
 int CompleteImages::close_of_criu(int fd) noexcept {
     CompleteImages* const self = living;
+    const bool looks = self != nullptr && !self->tried_ && is_written(fd);
     const int result = real_close.load()(fd);
     const int after = errno;
-    if (self != nullptr && !self->tried_ && self->process_ == ::getpid())
+    if (looks && self->process_ == ::getpid()) {
+        self->is_cut_ = host::images_are_cut(); // which children inherit that have not cut any
         self->look();
+    } else if (looks && !self->is_cut_) {
+        end_cut_child();
+    }
     errno = after;
     return result;
 }
 
 // CRIU writes the inventory last of all, and closes only then what it has kept open for all tasks.
 bool CompleteImages::is_complete() const {
-    if (::faccessat(image_dir_, kInventoryImage, F_OK, 0) != 0)
+    struct stat inventory {};
+    if (::fstatat(image_dir_, kInventoryImage, &inventory, AT_SYMLINK_NOFOLLOW) != 0 ||
+        !S_ISREG(inventory.st_mode)) // criu cannot write another, and says so itself
         return false;
     const std::string images = directory_path(image_dir_) + "/";
     for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
-        const int flags = ::fcntl(std::stoi(entry.path().filename().string()), F_GETFL);
-        if (flags < 0 || (flags & O_ACCMODE) == O_RDONLY)
+        if (!is_written(std::stoi(entry.path().filename().string())))
             continue;
         std::error_code gone;
         const std::string path = std::filesystem::read_symlink(entry.path(), gone).string();

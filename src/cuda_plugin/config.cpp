@@ -13,7 +13,6 @@
 #include <charconv>
 #include <cstdlib>
 #include <limits>
-#include <ostream>
 #include <sstream>
 #include <utility>
 
@@ -26,47 +25,9 @@ constexpr std::int64_t kMaxParallelGpus = 256;
 constexpr std::int64_t kMaxChain = 65535;
 constexpr std::int64_t kMaxChunkSize = std::int64_t{4} << 20;
 
-/// As TOML has it. toml++ prints lists and tables by functions that need libm, which criu has not loaded: each
-/// process that it forks would have the mappings of one library more.
-void print(std::ostream& out, const toml::node& node) {
-    if (const toml::array* array = node.as_array()) {
-        for (std::size_t i = 0; i < array->size(); ++i)
-            print(out << (i == 0 ? "[ " : ", "), *array->get(i));
-        out << (array->empty() ? "[]" : " ]");
-    } else if (const toml::table* table = node.as_table()) {
-        const char* before = "{ ";
-        for (const auto& [key, value] : *table)
-            print(out << std::exchange(before, ", ") << key.str() << " = ", value);
-        out << (table->empty() ? "{}" : " }");
-    } else {
-        out << toml::json_formatter(node);
-    }
-}
-
-[[noreturn]] void reject(const std::string& path, std::string_view key, const toml::node& node,
-                         const std::string& wanted) {
-    std::ostringstream text;
-    text << path << ": " << key << " = ";
-    print(text, node);
-    text << ": must be " << wanted;
-    throw Error(Errc::bad_argument, text.str());
-}
-
-std::uint32_t number(const std::string& path, std::string_view key, const toml::node& node,
-                     std::int64_t least, std::int64_t most) {
-    const auto value = node.value_exact<std::int64_t>();
-    if (!value || *value < least || *value > most)
-        reject(path, key, node,
-               "a number from " + std::to_string(least) + " to " + std::to_string(most));
-    return static_cast<std::uint32_t>(*value);
-}
-
-std::string text(const std::string& path, std::string_view key, const toml::node& node) {
-    const auto value = node.value_exact<std::string>();
-    if (!value || value->empty())
-        reject(path, key, node, "a non-empty string");
-    return *value;
-}
+using keys::number;
+using keys::reject;
+using keys::text;
 
 bool on_or_off(const std::string& path, std::string_view key, const toml::node& node) {
     if (const auto value = node.value_exact<bool>())
@@ -97,6 +58,17 @@ Staging staging(const std::string& path, std::string_view key, const toml::node&
     if (word == "auto")
         return Staging::automatic;
     reject(path, key, node, "\"drop\", \"keep\" or \"auto\"");
+}
+
+GpuMemory gpu_memory(const std::string& path, std::string_view key, const toml::node& node) {
+    const std::string word = text(path, key, node);
+    if (word == "staged")
+        return GpuMemory::staged;
+    if (word == "direct")
+        return GpuMemory::direct;
+    if (word == "auto")
+        return GpuMemory::automatic;
+    reject(path, key, node, "\"staged\", \"direct\" or \"auto\"");
 }
 
 CpuMemory cpu_memory(const std::string& path, std::string_view key, const toml::node& node) {
@@ -243,6 +215,8 @@ void set_key(Config& config, const std::string& path, std::string_view key,
         config.externalize = on_or_off(path, key, node);
     } else if (key == "staging") {
         config.staging = staging(path, key, node);
+    } else if (key == "gpu_memory") {
+        config.gpu_memory = gpu_memory(path, key, node);
     } else if (key == "cpu_memory") {
         config.cpu_memory = cpu_memory(path, key, node);
     } else if (key == "layout") {
@@ -312,7 +286,7 @@ void set_key(Config& config, const std::string& path, std::string_view key,
         config.driver = text(path, key, node);
     } else if (key == "nvml") {
         config.nvml = text(path, key, node);
-    } else {
+    } else if (!set_arena_key(config.arena, path, key, node)) {
         throw Error(Errc::bad_argument, path + ": unknown key \"" + std::string(key) + "\"");
     }
 }

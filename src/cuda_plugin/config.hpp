@@ -29,6 +29,13 @@ enum class Staging : std::uint8_t {
     automatic
 };
 
+/// How GPU memory leaves a task. Automatic: handed over where the driver does that (CUDA 13.4 and later), else staged.
+enum class GpuMemory : std::uint8_t {
+    staged, ///< by way of host memory of the task
+    direct, ///< handed over to this plugin, which copies it to and from the GPUs itself
+    automatic
+};
+
 /// How CRIU's images are kept: as CRIU makes them, or packed into one file of ours.
 enum class Layout : std::uint8_t {
     automatic, ///< packed if the checkpoint is sealed, so that CRIU's images are as well; else criu
@@ -52,15 +59,27 @@ inline constexpr const char* kMemory = "memory";
 inline constexpr const char* kClearImages = "clear-images"; ///< of a dump with `recipients`
 } // namespace risk
 
+/// Where the images of a dump go first, and how much of that there is.
+struct ArenaConfig {
+    bool is_used = false;                      ///< key tier = "disk" | "ram"
+    std::string path = "/run/gpustasis/arena"; ///< key arena
+    std::uint64_t limit = 0;    ///< key arena_limit: bytes; 0: half of the host's memory
+    std::uint64_t pool = 0;     ///< key arena_pool: bytes kept for files to come; 0: automatic
+    bool waits = false;         ///< key when_full = "refuse" | "wait"
+    std::uint32_t wait_s = 300; ///< key when_full_timeout_s
+};
+
 struct Config {
-    bool externalize = true;                ///< false: the staged memory stays in CRIU's own images
-    Staging staging = Staging::drop;        ///< of a dump
-    CpuMemory cpu_memory = CpuMemory::criu; ///< of a dump
-    Layout layout = Layout::automatic;      ///< of a dump
-    bool compress = true;                   ///< key compress = "lz4" | "none"
-    unsigned threads = 0;                   ///< 0: as many as processors; at most 1024
-    std::uint32_t chunk_size = 0;           ///< bytes; 0: the format's default
-    IoMode io = IoMode::automatic;          ///< key io = "auto" | "buffered" | "direct"
+    bool externalize = true; ///< false: the staged memory stays in CRIU's own images
+    GpuMemory gpu_memory = GpuMemory::staged;    ///< of a dump; a restore does as the image says
+    Staging staging = Staging::drop;             ///< of a dump
+    CpuMemory cpu_memory = CpuMemory::criu;      ///< of a dump
+    Layout layout = Layout::automatic;           ///< of a dump
+    ArenaConfig arena;                           ///< of a dump
+    bool compress = true;                        ///< key compress = "lz4" | "none"
+    unsigned threads = 0;                        ///< 0: as many as processors; at most 1024
+    std::uint32_t chunk_size = 0;                ///< bytes; 0: the format's default
+    IoMode io = IoMode::automatic;               ///< key io = "auto" | "buffered" | "direct"
     HugePages huge_pages = HugePages::automatic; ///< asked for before staged memory is refilled
     std::string
         parent; ///< directory of the checkpoint to build on; relative to the image directory

@@ -4,6 +4,7 @@
 
 #include "cuda_plugin/config.hpp"
 
+#include <cstdint>
 #include <string>
 #include <string_view>
 
@@ -21,5 +22,27 @@ void set_keys(Config& config, const std::string& path, const toml::table& table)
 /// Set `key`. Throws Error: bad_argument naming `path`, if there is no such key or `node` is not
 /// what it may be.
 void set_key(Config& config, const std::string& path, std::string_view key, const toml::node& node);
+
+/// The same of the keys that say where and how much of a checkpoint is kept in memory first. False: `key` is none of
+/// those.
+bool set_arena_key(ArenaConfig& arena, const std::string& path, std::string_view key,
+                   const toml::node& node);
+
+/// What a value must be. Each throws Error: bad_argument that names `path`, `key` and the value.
+namespace keys {
+
+/// "PATH: KEY = VALUE: must be WANTED".
+[[noreturn]] void reject(const std::string& path, std::string_view key, const toml::node& node,
+                         const std::string& wanted);
+/// A number from `least` to `most`.
+std::int64_t long_number(const std::string& path, std::string_view key, const toml::node& node,
+                         std::int64_t least, std::int64_t most);
+/// The same; `most` fits the result.
+std::uint32_t number(const std::string& path, std::string_view key, const toml::node& node,
+                     std::int64_t least, std::int64_t most);
+/// A string that is not empty.
+std::string text(const std::string& path, std::string_view key, const toml::node& node);
+
+} // namespace keys
 
 } // namespace gpustasis

@@ -5,7 +5,7 @@
 
 #include "core/error.hpp"
 #include "core/manifest.hpp"
-#include "cuda_plugin/driver_abi.hpp"
+#include "device_memory/driver_error.hpp"
 
 #include <cstdint>
 #include <optional>
@@ -13,17 +13,6 @@
 #include <vector>
 
 namespace gpustasis {
-
-/// The driver refused a call. what(): call, pid, CUresult name and text.
-class DriverError : public Error {
-public:
-    DriverError(driver::Result result, const std::string& what)
-        : Error(Errc::io, what), result_(result) {}
-    driver::Result result() const noexcept { return result_; }
-
-private:
-    driver::Result result_;
-};
 
 /// One GPU of this machine now.
 struct GpuStatus {
@@ -58,6 +47,8 @@ struct ProcessGpus {
         return sum;
     }
 };
+
+struct TaskRecord;
 
 /// One GPU's memory goes to another GPU.
 struct GpuMove {
@@ -96,6 +87,9 @@ public:
     virtual void checkpoint(int pid) = 0;
     virtual void restore(int pid, const std::vector<GpuMove>& moves) = 0;
     virtual void unlock(int pid) = 0;
+
+    /// Put memory back that the driver has handed over to the worker (DirectWork::restore()).
+    virtual void restore_direct(const TaskRecord& record);
 };
 
 } // namespace gpustasis

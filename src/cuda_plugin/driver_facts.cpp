@@ -2,8 +2,8 @@
 #include "cuda_plugin/driver_facts.hpp"
 
 #include "core/error.hpp"
-#include "cuda_plugin/driver_abi.hpp"
 #include "cuda_plugin/nvml.hpp"
+#include "device_memory/driver_abi.hpp"
 
 #include <algorithm>
 #include <functional>

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cuda_plugin/driver_library.hpp"
 
-#include "cuda_plugin/driver_error.hpp"
+#include "cuda_plugin/direct_work.hpp"
 #include "cuda_plugin/nvml.hpp"
 #include "cuda_plugin/proc.hpp"
+#include "device_memory/driver_error.hpp"
 
 #include <dlfcn.h>
 #include <sys/stat.h>
@@ -74,26 +75,20 @@ bool in_initial_pid_namespace() {
 }
 
 void check(driver::Result result, const char* call, int pid) {
-    if (result == driver::kSuccess)
-        return;
-    std::string text =
-        std::string(call) + " for pid " + std::to_string(pid) + ": " + driver::result_name(result);
-    if (const std::string hint = driver::result_hint(result); !hint.empty())
-        text += ": " + hint;
-    throw DriverError(result, text);
+    driver::require(result, call, " for pid " + std::to_string(pid));
 }
 
 } // namespace
 
 DriverLibrary::DriverLibrary(const std::string& cuda, const std::string& nvml) : nvml_(nvml) {
     // Never closed, and RTLD_NODELETE should anybody try: the driver's threads outlive us.
-    void* library = ::dlopen(cuda.c_str(), RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE);
-    if (library == nullptr)
+    library_ = ::dlopen(cuda.c_str(), RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE);
+    if (library_ == nullptr)
         throw Error(Errc::unsupported, "cannot load the CUDA driver: " + std::string(::dlerror()));
-#define GPUSTASIS_RESOLVE(member, symbol, params) resolve(library, cuda, #symbol, api_.member);
+#define GPUSTASIS_RESOLVE(member, symbol, params) resolve(library_, cuda, #symbol, api_.member);
     GPUSTASIS_DRIVER_SYMBOLS(GPUSTASIS_RESOLVE)
 #undef GPUSTASIS_RESOLVE
-    is_emulator_ = ::dlsym(library, kEmulatorMark) != nullptr;
+    is_emulator_ = ::dlsym(library_, kEmulatorMark) != nullptr;
 }
 
 std::uint32_t DriverLibrary::api_version() {
@@ -227,6 +222,16 @@ void DriverLibrary::restore(int pid, const std::vector<GpuMove>& moves) {
     args.gpu_pairs = pairs.data();
     args.gpu_pairs_count = static_cast<std::uint32_t>(pairs.size());
     check(api_.restore(pid, &args), "cuCheckpointProcessRestore", pid);
+}
+
+void Driver::restore_direct(const TaskRecord&) {
+    throw Error(Errc::unsupported, "no GPU memory was handed over to this process");
+}
+
+void DriverLibrary::restore_direct(const TaskRecord& record) {
+    if (direct_ == nullptr)
+        return Driver::restore_direct(record);
+    direct_->restore(*this, record, {});
 }
 
 void DriverLibrary::unlock(int pid) {

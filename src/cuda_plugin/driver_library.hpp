@@ -6,7 +6,7 @@
 #pragma once
 
 #include "cuda_plugin/driver.hpp"
-#include "cuda_plugin/driver_abi.hpp"
+#include "device_memory/driver_abi.hpp"
 
 #include <mutex>
 #include <string>
@@ -23,6 +23,8 @@ namespace gpustasis {
     X(checkpoint, cuCheckpointProcessCheckpoint, (int pid, void* args))                            \
     X(restore, cuCheckpointProcessRestore, (int pid, driver::RestoreArgs* args))                   \
     X(unlock, cuCheckpointProcessUnlock, (int pid, void* args))
+
+class DirectWork;
 
 class DriverLibrary final : public Driver {
 public:
@@ -42,6 +44,12 @@ public:
     void checkpoint(int pid) override;
     void restore(int pid, const std::vector<GpuMove>& moves) override;
     void unlock(int pid) override;
+    void restore_direct(const TaskRecord& record) override;
+
+    /// Where restore_direct() has it done; outlives this.
+    void set_direct(DirectWork& work) noexcept { direct_ = &work; }
+    /// As dlopen() gave it.
+    void* library() const noexcept { return library_; }
 
 private:
     ProcessGpus look_at_gpus(int pid) const;
@@ -53,7 +61,9 @@ private:
 #undef GPUSTASIS_MEMBER
     };
 
+    void* library_;
     Api api_;
+    DirectWork* direct_ = nullptr;
     std::string nvml_;
     bool is_emulator_ = false;
     std::mutex initialize_;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cuda_plugin/drop.hpp"
 
+#include "core/arena.hpp"
 #include "core/error.hpp"
 #include "core/lineage.hpp"
 #include "core/manifest.hpp"
@@ -123,6 +124,7 @@ void write_record(DropRecords& records, const TaskRecord& record, int image_dir)
                    .seen_from = pid_namespace_of("self"),
                    .signals = own_signals(record, records),
                    .was_locked = record.state_before == ProcessState::locked,
+                   .handed_over = record.direct.begun,
                    .boot_id = proc::boot_id(),
                    .checkpoint_id = record.checkpoint_id,
                    .digest = record.digest,
@@ -164,22 +166,36 @@ Guard make_guard(InjectedSyscalls& task, const TaskRecord& record,
 } // namespace
 
 void refuse_missing_memory(pid_t pid, bool with_tree) {
-    DropRecords records;
-    if (const auto record = records.find(identify_task(pid)))
-        refuse(*record, pid);
-    if (!with_tree)
-        return;
-    for (const DropRecord& record : records.list())
-        if (record.seen_from == pid_namespace_of("self") && is_descendant(record.pid, pid))
-            refuse(record, record.pid);
+    for (const char* kind : {DropRecords::kDropped, DropRecords::kFilling}) {
+        DropRecords records({}, kind);
+        // One that is `filled` was left of a task that is whole: one that is not is in no state that can be dumped.
+        if (const auto record = records.find(identify_task(pid)); record && !record->filled)
+            refuse(*record, pid);
+        if (!with_tree)
+            continue;
+        for (const DropRecord& record : records.list())
+            if (!record.filled && record.seen_from == pid_namespace_of("self") &&
+                is_descendant(record.pid, pid))
+                refuse(record, record.pid);
+    }
 }
 
 void refuse_needed_images(int image_dir) {
+    if (const std::optional<ArenaMarker> marker = find_marker(image_dir)) {
+        // Where that is gone, nothing can be put back from it any more.
+        const UniqueFd local(
+            ::open(marker->directory.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC));
+        if (local && !find_marker(local.get()))
+            refuse_needed_images(local.get());
+    }
     struct stat directory {};
     if (::fstat(image_dir, &directory) != 0)
         throw io_error("cannot examine the image directory", errno);
-    DropRecords records;
-    for (const DropRecord& record : records.list()) {
+    std::vector<DropRecord> needed = DropRecords().list();
+    for (DropRecord& record : DropRecords({}, DropRecords::kCheckpointed).list())
+        if (record.handed_over) // whether it is missing still, only the driver knows
+            needed.push_back(std::move(record));
+    for (const DropRecord& record : needed) {
         const bool is_here =
             record.device == directory.st_dev && record.inode == directory.st_ino &&
             (::faccessat(image_dir, record.image.c_str(), F_OK, AT_SYMLINK_NOFOLLOW) == 0 ||
@@ -191,6 +207,12 @@ void refuse_needed_images(int image_dir) {
                             std::to_string(record.pid) + " -D " + record.directory +
                             "; or dump into another directory");
     }
+}
+
+void refuse_handed_over(pid_t pid) {
+    const auto record = DropRecords({}, DropRecords::kCheckpointed).find(identify_task(pid));
+    if (record && record->handed_over)
+        refuse(*record, pid);
 }
 
 void require_lock(const DumpLock& lock, bool drops) {

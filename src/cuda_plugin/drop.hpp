@@ -22,6 +22,10 @@ namespace gpustasis {
 /// every task below it. As DropRecords::find().
 void refuse_missing_memory(pid_t pid, bool with_tree);
 
+/// The same for task `pid`, which the driver says is checkpointed, if its GPU memory was handed over to an earlier dump
+/// that was broken off.
+void refuse_handed_over(pid_t pid);
+
 /// Throws Error: unsupported, with what to do, if images in `image_dir` hold memory that an earlier dump has taken
 /// out of a task and not put back: a dump into this directory would replace them. As DropRecords::list().
 void refuse_needed_images(int image_dir);

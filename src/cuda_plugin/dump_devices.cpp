@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /// What of DumpSession has the driver work: in all CUDA tasks of the tree, side by side.
 #include "core/error.hpp"
+#include "core/process_memory.hpp"
 #include "cuda_plugin/dump_session.hpp"
 #include "cuda_plugin/findings.hpp"
 #include "cuda_plugin/host.hpp"
@@ -11,6 +12,8 @@
 #include "cuda_plugin/traced_thread.hpp"
 #include "tracee/thread_memory.hpp"
 
+#include <algorithm>
+#include <chrono>
 #include <deque>
 #include <exception>
 #include <optional>
@@ -42,6 +45,7 @@ void DumpSession::lock_tree() {
             if (TaskRecord* record = look_at(pid))
                 found.push_back(record);
         });
+    reserve_arena();
     lock(found, root_);
 }
 
@@ -74,11 +78,12 @@ TaskRecord* DumpSession::look_at_cuda(pid_t pid, bool& asked) {
     const auto tid = worker_.restore_thread(pid);
     if (!tid)
         return nullptr;
-    begin();
-    kept_staging_.prepare();
     require_answering(pid, *tid);
     asked = true;
+    // Before begin(), which removes what an earlier dump has left in the directory.
     const ProcessState before = worker_.state(pid);
+    if (before == ProcessState::checkpointed)
+        refuse_handed_over(pid);
     if (before == ProcessState::failed)
         throw Error(Errc::io, "the driver has given the process up (state FAILED)");
     if (before != ProcessState::running && !config_.dump_locked)
@@ -87,6 +92,8 @@ TaskRecord* DumpSession::look_at_cuda(pid_t pid, bool& asked) {
                         (before == ProcessState::locked ? "locked" : "checkpointed") +
                         ": another program is at work on it, or has left it so; unlock it, or "
                         "set found_locked = \"dump\" to have it dumped as it is");
+    begin();
+    kept_staging_.prepare();
     const TaskIdentity identity = identify_task(pid);
     table_.refuse_same_image(pid, identity.inner_pid);
     locks_.push_back(std::move(lock_of_dump));
@@ -100,9 +107,10 @@ TaskRecord* DumpSession::look_at_cuda(pid_t pid, bool& asked) {
     TaskStatistics& statistics = statistics_of(record);
     if (before != ProcessState::checkpointed) {
         statistics.gpus = worker_.gpus_of(pid);
+        prepare_direct(record, statistics);
         for (std::string& risk :
              take_risks(pid, images_.manifest().driver_api_version, table_->task_count,
-                        statistics.gpus, staging_room_, config_))
+                        statistics.gpus, !record.direct.wanted, staging_room_, config_))
             statistics_.risks.push_back(std::move(risk));
     }
     if (before == ProcessState::running)
@@ -173,6 +181,7 @@ void DumpSession::checkpoint_tree(pid_t asked) {
                 return;
             }
             refuse_missing_memory(record.pid, false); // another dump may have dropped it meanwhile
+            refuse_handed_over(record.pid);
             require_checkpointed(record);
             note({{entry_of(record), record.pid}});
             staging_[record.pid] = {};
@@ -181,7 +190,9 @@ void DumpSession::checkpoint_tree(pid_t asked) {
     std::vector<ToStage> to_stage;
     to_stage.reserve(tasks.size());
     for (const AtWork& task : tasks)
-        to_stage.emplace_back(task.record->pid, statistics_of(*task.record).gpus.known_size());
+        to_stage.emplace_back(
+            task.record->pid,
+            task.record->direct.wanted ? 0 : statistics_of(*task.record).gpus.known_size());
     kept_staging_.choose(to_stage);
     side_by_side(
         worker_, tasks.size(),
@@ -200,7 +211,7 @@ void DumpSession::checkpoint_tree(pid_t asked) {
         },
         [&](const CallsUnderWay::Answer& answer) {
             AtWork& task = tasks[answer.number];
-            statistics_of(*task.record).phases.add("driver_checkpoint", answer.waited);
+            add_times(*task.record, answer.waited);
             of_task(task.record->pid, asked, [&] {
                 if (answer.error)
                     std::rethrow_exception(answer.error);
@@ -234,9 +245,14 @@ Worker::Call DumpSession::begin_checkpoint(AtWork& task) {
     TaskRecord& record = *task.record;
     task.before = read_maps(record.pid);
     task.threads = proc::threads(record.pid);
+    if (record.direct.wanted)
+        images_.leave(record);
     record.checkpoint_begun = true;
-    record_checkpoint(record, image_dir_.get(), config_.externalize);
+    record.direct.begun = record.direct.wanted;
+    record_checkpoint(record, stored_in(), config_.externalize);
     task.thawed.emplace(record);
+    if (record.direct.begun)
+        return worker_.begin_checkpoint_direct(record, record.restore_tid);
     return worker_.begin_checkpoint(record.pid, record.restore_tid);
 }
 
@@ -255,13 +271,15 @@ void DumpSession::end_checkpoint(AtWork& task) {
         task.thawed->refreeze();
     inherited_.require_none_left(record.pid);
     std::vector<Region> regions;
-    if (config_.externalize || cpu_memory_.is_on())
+    if (record.direct.begun)
+        take_direct(record, statistics);
+    else if (config_.externalize || cpu_memory_.is_on())
         regions = statistics.phases.time("find_staging", [&] {
             return find_staging(task.before, read_maps(record.pid), addresses_in_use(record.pid));
         });
-    if (regions.empty() || !config_.externalize)
+    if (!record.direct.begun && (regions.empty() || !config_.externalize))
         note({{entry_of(record), record.pid}});
-    else
+    else if (!record.direct.begun)
         externalize(record, regions, statistics);
     host::info("checkpointed " + name(record) + ": " +
                std::to_string(statistics.staged_bytes >> 20) + " MiB of GPU memory, " +
@@ -273,8 +291,10 @@ void DumpSession::externalize(TaskRecord& record, const std::vector<Region>& reg
                               TaskStatistics& statistics) {
     const bool keeps = kept_staging_.keeps(regions);
     ManifestTask task = entry_of(record);
-    const WriteResult written =
-        statistics.phases.time("write", [&] { return images_.write(record.pid, task, regions); });
+    ProcessMemory memory(record.pid);
+    const WriteResult written = statistics.phases.time(
+        "write", [&] { return images_.write(record.pid, task, regions, memory); });
+    statistics.gpu_memory = "staged";
     statistics.externalized = true;
     statistics.regions = regions.size();
     statistics.totals = written.totals;

@@ -4,6 +4,8 @@
 #include "cuda_plugin/device_files.hpp"
 #include "cuda_plugin/dump_session.hpp"
 #include "cuda_plugin/host.hpp"
+#include "cuda_plugin/memory_directory.hpp"
+#include "cuda_plugin/other_ways.hpp"
 #include "cuda_plugin/proc.hpp"
 #include "cuda_plugin/side_by_side.hpp"
 #include "cuda_plugin/thawed_thread.hpp"
@@ -37,18 +39,18 @@ void DumpSession::sign_images() {
         return;
     try {
         statistics_.phases.time("sign", [&] { signature_->sign(); });
-    } catch (const Error&) {
+    } catch (const std::exception&) {
         images_.withdraw();
         throw;
     }
 }
 
 // Where that was not noticed before: criu has written all of its images, and the tasks are still as it has frozen them.
-void DumpSession::sign_directory() {
-    if (!signature_ || signature_->is_signed())
-        return;
+void DumpSession::complete_directory() {
     try {
-        statistics_.phases.time("sign", [&] { signature_->sign(); });
+        images_.publish();
+        if (signature_ && !signature_->is_signed())
+            statistics_.phases.time("sign", [&] { signature_->sign(); });
     } catch (const std::exception& e) {
         refuse(e.what());
     }
@@ -85,7 +87,7 @@ void DumpSession::refill(TaskRecord& record) {
 /// would say that its memory is there.)
 void DumpSession::record_before_thaw(const TaskRecord& record) {
     if (!record.checkpoint_begun && record.state_before != ProcessState::checkpointed)
-        record_checkpoint(record, image_dir_.get(), false);
+        record_checkpoint(record, stored_in(), false);
 }
 
 /// A task that is brought back.
@@ -118,6 +120,9 @@ void DumpSession::undo_tree() noexcept {
             else
                 tasks.emplace_back().record = &record;
         }
+        // Memory may be put back for long, and this process die meanwhile: there has to be one that goes on.
+        if (!tasks.empty())
+            worker_.be_there();
         const auto fail = [&](GoingBack& task, const std::exception_ptr& error) {
             task.failed = true;
             try {
@@ -171,7 +176,8 @@ void DumpSession::undo_tree() noexcept {
                 const WatchedThread watched(worker_, is_frozen ? record.restore_tid : 0);
                 // Quick, where there is nothing to restore.
                 task.restored =
-                    !record.checkpoint_begun || worker_.state(record.pid) == ProcessState::running;
+                    !record.checkpoint_begun ||
+                    (!record.direct.begun && worker_.state(record.pid) == ProcessState::running);
                 if (task.restored)
                     return std::nullopt;
                 return worker_.begin_undo_restore(record, is_frozen ? record.restore_tid : 0);
@@ -234,6 +240,7 @@ void DumpSession::undo(TaskRecord& record) noexcept {
 // The end of a dump that criu takes for a good one, and that is none: nobody may think that it is.
 void DumpSession::refuse(const char* why) noexcept {
     host::error(std::string(why) + ": Dumping FAILED, and the tasks run on");
+    is_refused_ = true;
     finish(false);
     images_.withdraw();
     if (host::final_state() == criu::FinalState::dead) // else criu has done so
@@ -241,9 +248,39 @@ void DumpSession::refuse(const char* why) noexcept {
     ::_exit(EXIT_FAILURE);
 }
 
-void DumpSession::finish(bool succeeded) noexcept {
+// What is no checkpoint takes memory that the next may need. As long as a task may need it for its undo, it stays.
+void DumpSession::end_arena(bool succeeded, bool settled) noexcept {
+    const bool is_checkpoint = succeeded && !images_.manifest().tasks.empty();
+    if (arena_ && is_checkpoint)
+        arena_->complete();
+    if (!arena_ || is_checkpoint || !settled)
+        return;
+    arena_->remove();
+    statistics_.arena_directory.clear();
+}
+
+// Of a dump that criu says has failed: whether a script was shown a checkpoint before. Then it stays: criu 4.3 counts a
+// script that fails as its own failure (older ones do not), and whoever runs the script may have committed the checkpoint
+// before it was killed. Not in an arena: memory is scarce, and who commits what is there has a copy elsewhere. Nor where
+// pages went elsewhere, which may not have arrived, or where the dump would have been refused had it succeeded.
+bool DumpSession::was_shown_whole() const noexcept {
+    const bool is_packed = packed_ && packed_->is_done();
+    if (is_refused_ || arena_ || sent_pages_ || !(is_whole_ || is_packed) ||
+        !images_.is_as_asked() || !images_.is_finished() || (!config_.sign.empty() && !signature_))
+        return false;
     try {
-        if (packed_ && !packed_->end(succeeded))
+        if (!is_packed) // else that was looked at before it was packed
+            require_all_pages(image_dir_.get(), names_in(image_dir_.get()), InParent::there);
+        return true;
+    } catch (const std::exception&) {
+        return false;
+    }
+}
+
+void DumpSession::finish(bool succeeded) noexcept {
+    const bool was_shown = !succeeded && was_shown_whole();
+    try {
+        if (packed_ && !packed_->end(succeeded || was_shown))
             refuse("layout = \"packed\": criu has ended its dump, and has an image still open for "
                    "writing, or wrote none here");
         if (succeeded && !images_.is_as_asked())
@@ -256,14 +293,18 @@ void DumpSession::finish(bool succeeded) noexcept {
             refuse("sign: criu has not asked this plugin about any task before it froze the tree: "
                    "what it has written is not signed");
         if (succeeded)
-            sign_directory();
-        else if (signature_)
+            complete_directory();
+        else if (signature_ && !was_shown)
             signature_->withdraw();
+        // Without `complete_` it got its name before criu was done, and nothing tells what a script was shown.
+        if (!succeeded && images_.is_published() && complete_ && !was_shown)
+            images_.withdraw();
         cpu_memory_.finish(succeeded);
         kept_staging_.finish(succeeded);
         hidden_pages_.reset();
         if (!begun_ && statistics_.cpu_memory.empty() && !packed_) {
             worker_.stop();
+            end_arena(succeeded, true);
             return;
         }
         if (!succeeded)
@@ -282,6 +323,7 @@ void DumpSession::finish(bool succeeded) noexcept {
             worker_.stop();
         if (succeeded && images_.named_ours())
             container_.keep(image_dir_.get(), images_.manifest().checkpoint_id, statistics_);
+        end_arena(succeeded, settled);
         write_statistics(image_dir_.get(), statistics_);
         if (killed)
             container_.mark_checkpointed();

@@ -7,13 +7,17 @@
 #include "core/lineage.hpp"
 #include "core/manifest.hpp"
 #include "core/stored_memory.hpp"
+#include "cuda_plugin/arena_dump.hpp"
 #include "cuda_plugin/config.hpp"
+#include "cuda_plugin/direct_work.hpp"
 #include "cuda_plugin/parent_choice.hpp"
 #include "cuda_plugin/sealed_dump.hpp"
 #include "cuda_plugin/statistics.hpp"
 
 #include <sys/types.h>
 
+#include <memory>
+#include <mutex>
 #include <optional>
 #include <set>
 #include <string>
@@ -22,11 +26,15 @@
 
 namespace gpustasis {
 
-class DumpImages {
+class DumpImages final : public DirectStore {
 public:
     /// All outlive it. `config` is read when something is done, and may be settled until then.
     DumpImages(const Config& config, int image_dir, Lineage& lineage, Statistics& statistics)
         : config_(config), image_dir_(image_dir), lineage_(lineage), statistics_(statistics) {}
+
+    /// Before anything else: images and manifest go into `arena`, which outlives this, and whose directory the lineage
+    /// has at depth 0 by now.
+    void use_arena(ArenaDump& arena);
 
     /// While the tasks still run, and before the worker starts: it inherits the files of the chain.
     void choose_parent(const ContainerStore* store);
@@ -54,12 +62,24 @@ public:
     /// those written before for what is alike. Throws as write_image.
     WriteResult write(pid_t pid, ManifestTask& task, std::vector<Region> regions,
                       MemorySource& memory);
-    /// The same, read from the task.
-    WriteResult write(pid_t pid, ManifestTask& task, std::vector<Region> regions);
+
+    /// The worker is to write the image of `record`: what it needs for that is in there. Once for a task. Throws Error: io.
+    void leave(TaskRecord& record);
+    /// In the worker, from any thread (DirectStore).
+    WriteResult write(TaskRecord& record, const DriverFacts& facts, const UndoImages& images,
+                      const std::function<Memory()>& open) override;
+    std::vector<int> descriptors() const override;
+    /// The worker has written the image of `record`, as that one says: `task` is its entry.
+    void take(const TaskRecord& record, ManifestTask& task);
 
     /// Put `tasks` into the manifest, which is written anew, once, after CRIU's inventory names what it has. A sealed
-    /// one is written by finish() alone.
+    /// one is written by asked_about() alone. It has no name before publish(). Throws Error: io.
     void note(std::vector<ManifestTask> tasks);
+    /// All images are complete, those of CRIU too: the manifest that was written gets its name, and without it they
+    /// are no checkpoint. What is written later gets it at once. Nothing to do where CRIU's images are packed.
+    /// Throws Error: io.
+    void publish();
+    bool is_published() const noexcept { return published_; }
 
     /// criu has asked about frozen task `pid`, and all of it is noted. A sealed manifest is written with the last
     /// one: while the dump can still fail, and the job run on. Throws Error: io; unsupported if nothing
@@ -67,7 +87,7 @@ public:
     void asked_about(pid_t pid);
     /// Whether seal() has been asked to, and will.
     bool is_sealed() const noexcept { return sealed_.has_value(); }
-    /// Whether the manifest is on the disk, if there is one.
+    /// Whether the manifest is written, if there is one.
     bool is_finished() const noexcept { return !sealed_ || finished_; }
 
     /// Whether the layout and the recipients that `config` asks for, as it is settled by now, were begun with.
@@ -85,9 +105,16 @@ public:
     bool named_ours() const noexcept { return named_ours_; }
 
 private:
+    void warn_of_damage(pid_t pid, std::uint64_t count, const std::string& first) const;
     const ParentIndex& known_chunks(const std::string& owner);
+    WriteOptions write_options(const ParentIndex* known) const;
+    int stored_in() const noexcept { return arena_ == nullptr ? image_dir_ : arena_->directory(); }
     void note_in_inventory(bool externalized);
     void name_images();
+    const ParentIndex* known_in_worker(const UndoImages& images);
+    std::unique_ptr<seal::SealedOutput> left_output(TaskRecord& record, const UndoImages& images,
+                                                    const std::string& name,
+                                                    const WriteOptions& options);
     void pack_sealed(SealedDump& dump, int directory, const std::vector<std::string>& names);
 
     const Config& config_;
@@ -101,9 +128,15 @@ private:
     StoredMemory stored_;              ///< what the manifest has, and the image that it has next
     std::string images_name_;          ///< that the inventory has; empty: none yet
     std::optional<SealedDump> sealed_; ///< none: what is written is in the clear
+    std::optional<ManifestFile>
+        manifest_file_;          ///< none: it has its name, or is sealed, or there is none yet
+    ArenaDump* arena_ = nullptr; ///< none: images go into the image directory
+    std::mutex reopening_;
+    bool reopened_ = false; ///< in the worker: `known_`, whose files criu has opened
     bool begun_ = false;
     bool parent_is_chosen_ = false;
     bool finished_ = false;
+    bool published_ = false;
     bool packs_ = false;
     std::optional<std::set<pid_t>> awaited_; ///< tasks that criu has not asked about yet
     bool named_ours_ = false;

@@ -2,7 +2,9 @@
 #include "cuda_plugin/dump_session.hpp"
 
 #include "core/error.hpp"
+#include "cuda_plugin/early_images.hpp"
 #include "cuda_plugin/host.hpp"
+#include "cuda_plugin/other_ways.hpp"
 #include "cuda_plugin/proc.hpp"
 #include "cuda_plugin/staging.hpp"
 #include "cuda_plugin/thawed_thread.hpp"
@@ -23,8 +25,8 @@
 namespace gpustasis {
 DumpSession::DumpSession(const Config& config, PluginOptions options)
     : config_(config), options_(std::move(options)), image_dir_(host::open_image_dir()),
-      lineage_(image_dir_.get()), undo_images_(lineage_), table_(OnOrphaned::undo),
-      worker_(config_, table_, undo_images_),
+      lineage_(image_dir_.get()), undo_images_(lineage_, image_dir_.get()),
+      table_(OnOrphaned::undo), worker_(config_, table_, undo_images_, &images_),
       images_(config_, image_dir_.get(), lineage_, statistics_),
       kept_staging_(config_, statistics_, hidden_pages_),
       cpu_memory_(config_, images_, statistics_, hidden_pages_) {
@@ -71,12 +73,51 @@ void DumpSession::begin_pack() {
     statistics_.threads = config_.threads;
 }
 
+// Nothing was written yet, and the worker, which inherits what the lineage has open, is not there.
+void DumpSession::use_arena() {
+    if (!config_.arena.is_used || arena_)
+        return;
+    refuse_with_arena(config_);
+    container_.refuse_arena();
+    refuse_circle(config_, image_dir_.get());
+    arena_.emplace(config_.arena, image_dir_.get());
+    image_dir_lock_ = std::exchange(lineage_, Lineage(arena_->directory()));
+    images_.use_arena(*arena_);
+}
+
+// All of the tree runs, and nothing is locked. What is zero, and what an earlier checkpoint has, is not known yet.
+void DumpSession::reserve_arena() {
+    if (!arena_)
+        return;
+    const host::PausedAlarm paused;
+    ArenaNeed need{.root = root_};
+    for (std::size_t i = 0; i < table_->task_count; ++i) {
+        const TaskRecord& record = table_->tasks[i];
+        if (record.state_before == ProcessState::checkpointed)
+            continue;
+        if (record.direct
+                .wanted) { // what is not known counts as all that there can be: there is no way back
+            need.stored += record.direct.most;
+            continue;
+        }
+        const std::uint64_t bytes = with_margin(statistics_of(record).gpus.memory_size());
+        need.stored += bytes;
+        const bool at_once = config_.staging != Staging::drop;
+        need.staged = at_once ? need.staged + bytes : std::max(need.staged, bytes);
+    }
+    if (config_.cpu_memory != CpuMemory::criu)
+        for (const pid_t pid : proc::tree(root_))
+            need.stored += cpu_memory_of(pid);
+    statistics_.phases.time("arena_room", [&] { arena_->room().reserve(need, true); });
+}
+
 void DumpSession::choose_parent_once() {
     if (parent_chosen_)
         return;
     settle_policy(true);
     images_.require_as_asked();
     container_.open_store(root_, config_);
+    use_arena();
     statistics_.config_source = config_.source;
     statistics_.threads = config_.threads;
     host::info("configuration: " + config_.source);
@@ -117,14 +158,19 @@ bool DumpSession::pause(pid_t pid) {
             const host::PausedAlarm paused;
             refuse_missing_memory(pid, true);
             refuse_needed_images(image_dir_.get());
+            lock_marker(image_dir_.get()); // where a drain is at work, nothing is touched
             settle_policy(false);
+            if (config_.arena.is_used)
+                refuse_with_arena(config_);
             images_.seal();
             if (!config_.sign.empty())
                 signature_.emplace(config_, image_dir_.get());
             if (config_.is_packed())
                 begin_pack();
-            else if (signature_)
-                complete_.emplace(image_dir_.get(), [this] { sign_images(); });
+            else if (signature_) {
+                remove_unfinished(image_dir_.get());
+                watch_images();
+            }
             cpu_memory_.prepare();
             // "auto" does so only where there is something to store.
             if (config_.cpu_memory == CpuMemory::ours)
@@ -211,7 +257,29 @@ void DumpSession::note(CpuMemoryDump::Noted noted) {
         files_.look_at_others(table_);
         return files_.with(tasks);
     });
+    watch_images();
     images_.note(std::move(entries));
+}
+
+// What criu has not written to its end has no manifest: criu may be killed when its inventory is there and others of
+// its images are not.
+void DumpSession::watch_images() {
+    if (packed_ || std::exchange(images_watched_, true))
+        return;
+    try {
+        sent_pages_ = sends_pages();
+        complete_.emplace(image_dir_.get(), [this] {
+            images_.publish();
+            sign_images();
+            is_whole_ = true;
+        });
+    } catch (const Error& e) {
+        if (signature_)
+            throw;
+        host::warn(std::string(e.what()) + ": if it is killed while it writes its last images, "
+                                           "nothing tells its dump from a checkpoint");
+        images_.publish();
+    }
 }
 
 } // namespace gpustasis

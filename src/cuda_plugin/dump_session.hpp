@@ -4,6 +4,7 @@
 #pragma once
 
 #include "core/unique_fd.hpp"
+#include "cuda_plugin/arena_dump.hpp"
 #include "cuda_plugin/complete_images.hpp"
 #include "cuda_plugin/config.hpp"
 #include "cuda_plugin/cpu_memory_dump.hpp"
@@ -25,6 +26,7 @@
 
 #include <sys/types.h>
 
+#include <chrono>
 #include <map>
 #include <optional>
 #include <set>
@@ -59,8 +61,14 @@ private:
     TaskStatistics& statistics_of(const TaskRecord& record);
     void settle_policy(bool cuda);
     void begin_pack();
+    void use_arena();
+    void reserve_arena();
+    int stored_in() const noexcept { return arena_ ? arena_->directory() : image_dir_.get(); }
+    void end_arena(bool succeeded, bool settled) noexcept;
+    void watch_images();
+    bool was_shown_whole() const noexcept;
     void sign_images();
-    void sign_directory();
+    void complete_directory();
     [[noreturn]] void refuse(const char* why) noexcept;
     void choose_parent_once();
     void begin();
@@ -72,6 +80,9 @@ private:
     void checkpoint_tree(pid_t asked);
     void close_left(pid_t pid);
     void require_checkpointed(TaskRecord& record);
+    void prepare_direct(TaskRecord& record, TaskStatistics& statistics);
+    void take_direct(TaskRecord& record, TaskStatistics& statistics);
+    void add_times(const TaskRecord& record, std::chrono::steady_clock::duration waited);
     struct AtWork;
     Worker::Call begin_checkpoint(AtWork& task);
     void end_checkpoint(AtWork& task);
@@ -96,7 +107,10 @@ private:
     TreeFiles files_;
     DumpedContainer container_;
     UniqueFd image_dir_;
-    Lineage lineage_;
+    std::optional<ArenaDump>
+        arena_; ///< tier = "ram", once it is known that there is memory to store
+    std::optional<Lineage> image_dir_lock_; ///< of a dump into memory
+    Lineage lineage_;                       ///< of the directory that images of ours go into
     UndoImages undo_images_;
     SharedTaskTable table_;
     std::vector<DumpLock> locks_;                  ///< of the tasks in the table
@@ -114,8 +128,13 @@ private:
     KeptStaging kept_staging_;
     CpuMemoryDump cpu_memory_;
     std::optional<DumpSignature> signature_; ///< none: nobody signs it
-    std::optional<CompleteImages> complete_; ///< of a dump that is signed and not packed
-    std::optional<PackedDump> packed_;       ///< layout = "packed"
+    std::optional<CompleteImages>
+        complete_; ///< none: packed, nothing is noted, or this criu does not allow it
+    std::optional<PackedDump> packed_; ///< layout = "packed"
+    bool images_watched_ = false;
+    bool sent_pages_ = false; ///< to a page server, by criu
+    bool is_whole_ = false;   ///< criu has written all of its images, not packed
+    bool is_refused_ = false; ///< by refuse()
     bool policy_settled_ = false;
     bool parent_chosen_ = false;
     bool begun_ = false;        ///< the driver has been asked

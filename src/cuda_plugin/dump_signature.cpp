@@ -77,7 +77,7 @@ void DumpSignature::sign() {
         });
         named("sign", [&] { seal::write_signed(image_dir_, statement, signer.sign(statement)); });
         is_signed_ = true;
-    } catch (const Error&) {
+    } catch (const std::exception&) {
         withdraw();
         throw;
     }

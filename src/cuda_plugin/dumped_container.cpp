@@ -40,6 +40,13 @@ void DumpedContainer::open_store(pid_t root, const Config& config) {
     store_.emplace(ids[0]);
 }
 
+void DumpedContainer::refuse_arena() const {
+    if (!ids_.empty())
+        throw Error(Errc::unsupported,
+                    "tier = \"ram\": not for a container (" + ids_.front() +
+                        "): its engine takes the image directory away before it is drained");
+}
+
 void DumpedContainer::keep(int image_dir, const Id& checkpoint_id, Statistics& statistics) const {
     if (!store_)
         return;

@@ -25,6 +25,10 @@ public:
     /// cannot be done.
     void open_store(pid_t root, const Config& config);
 
+    /// Throws Error: unsupported if this is a container, whose engine would take the image directory away before what
+    /// lies in memory is drained into it.
+    void refuse_arena() const;
+
     /// Nullptr: checkpoints of this tree are not kept.
     const ContainerStore* store() const noexcept { return store_ ? &*store_ : nullptr; }
 

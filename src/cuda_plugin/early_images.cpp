@@ -3,7 +3,9 @@
 
 #include "core/error.hpp"
 #include "core/file.hpp"
+#include "core/manifest.hpp"
 #include "cuda_plugin/memory_directory.hpp"
+#include "seal/sealed_format.hpp"
 
 #include <fcntl.h>
 #include <sys/stat.h>
@@ -46,8 +48,21 @@ bool is_read_early(const std::string& name) {
 }
 
 void remove_early_images(int image_dir) {
+    // First what makes the others a checkpoint, whatever becomes of those.
+    if (::unlinkat(image_dir, kInventoryImage, 0) != 0 && errno != ENOENT)
+        throw io_error(std::string("cannot remove the old ") + kInventoryImage, errno);
     for (const std::string& name : names_in(image_dir))
-        if (is_read_early(name) && ::unlinkat(image_dir, name.c_str(), 0) != 0)
+        if (is_read_early(name) && ::unlinkat(image_dir, name.c_str(), 0) != 0 && errno != ENOENT)
+            throw io_error("cannot remove the old " + name, errno);
+}
+
+// Not the parts of images: the worker of a dump that was broken off may be writing them still.
+void remove_unfinished(int image_dir) {
+    for (const std::string& name :
+         {PartFile::part_name(kManifestName), PartFile::part_name(seal::kSealedName),
+          std::string(kInventoryImage)})
+        if (::unlinkat(image_dir, name.c_str(), 0) != 0 && errno != ENOENT &&
+            errno != EISDIR) // criu will not write there either, and says so itself
             throw io_error("cannot remove the old " + name, errno);
 }
 

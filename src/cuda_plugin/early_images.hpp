@@ -16,6 +16,10 @@ bool is_read_early(const std::string& name);
 /// Throws Error: io.
 void remove_early_images(int image_dir);
 
+/// Before anything is written to it: the manifest that a dump which was broken off has left without its name, and the
+/// inventory of an earlier one, are gone. Throws Error: io.
+void remove_unfinished(int image_dir);
+
 /// Copy those of the files `names` of `from` into `image_dir`, durably, and the inventory last of all: what
 /// lacks it is no checkpoint. On an exception none is left. Throws Error: io; corrupt_data.
 void copy_early_images(int from, const std::vector<std::string>& names, int image_dir);

@@ -103,14 +103,14 @@ std::optional<Finding> StagingRoom::add(pid_t pid, std::uint64_t bytes) {
 }
 
 std::vector<std::string> take_risks(pid_t pid, std::uint32_t api_version, std::size_t cuda_tasks,
-                                    const ProcessGpus& gpus, StagingRoom& room,
+                                    const ProcessGpus& gpus, bool stages, StagingRoom& room,
                                     const Config& config) {
     const std::string who = "pid " + std::to_string(pid);
-    if (gpus.source != GpuSource::nvml)
+    if (stages && gpus.source != GpuSource::nvml)
         host::info(who + ": how much GPU memory it uses is not known (" + gpus.why_not_all +
                    "): no check that host memory has room for it");
     std::vector<Finding> findings = find_risks(pid, api_version, cuda_tasks);
-    if (const auto full = room.add(pid, gpus.memory_size()))
+    if (const auto full = room.add(pid, stages ? gpus.memory_size() : 0))
         findings.push_back(*full);
     std::vector<std::string> taken;
     for (const Finding& finding : findings) {

@@ -53,11 +53,12 @@ private:
     std::map<std::string, std::uint64_t> asked_; ///< bytes, by directory of a cgroup; "": the host
 };
 
-/// Look for all of that in task `pid`, which uses `gpus`; the other parameters as of find_risks.
+/// Look for all of that in task `pid`, which uses `gpus`, and whose memory the driver stages, or not; the other
+/// parameters as of find_risks.
 /// Returns what was found and is allowed by `config` (key `risk`), in a sentence each, and warns of it
 /// in criu's log. Throws Error: unsupported with what to do for what is not allowed; io.
 std::vector<std::string> take_risks(pid_t pid, std::uint32_t api_version, std::size_t cuda_tasks,
-                                    const ProcessGpus& gpus, StagingRoom& room,
+                                    const ProcessGpus& gpus, bool stages, StagingRoom& room,
                                     const Config& config);
 
 } // namespace gpustasis

@@ -226,6 +226,7 @@ private:
         keep.push_back(criu);
         std::ranges::copy(start.descriptors(), std::back_inserter(keep));
         shed_criu(std::move(keep), kGuardianName);
+        ignore_requests_to_end();
         Guardian guardian(record, table, pages, images, threads, criu);
         guardian.open_image();
         images.forget_key(); // the image holds what it needs of it

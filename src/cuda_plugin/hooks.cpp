@@ -8,6 +8,9 @@
 #include "cuda_plugin/low_descriptors.hpp"
 #include "cuda_plugin/restore_session.hpp"
 
+#include <sys/types.h>
+#include <unistd.h>
+
 #include <cerrno>
 #include <exception>
 #include <memory>
@@ -19,9 +22,23 @@ namespace {
 
 constexpr int kNotMine = -ENOTSUP;
 
+/// criu forks children that end by exit(), one for each namespace of the tree: what the session has begun
+/// is not theirs to end.
+struct EndedByItsMaker {
+    pid_t maker = ::getpid();
+    template <class Session>
+    void operator()(Session* session) const noexcept {
+        if (::getpid() == maker)
+            delete session;
+    }
+};
+
+template <class Session>
+using Owned = std::unique_ptr<Session, EndedByItsMaker>;
+
 // Made in init(), gone after exit(): the .so is closed then.
-std::unique_ptr<DumpSession> dump;
-std::unique_ptr<RestoreSession> restore;
+Owned<DumpSession> dump;
+Owned<RestoreSession> restore;
 
 /// CRIU is C: nothing may be thrown past this line.
 template <class Body>
@@ -50,13 +67,14 @@ int init(int stage) {
             break;
         case criu::Stage::dump: {
             const PluginOptions options = host::plugin_options();
-            dump = std::make_unique<DumpSession>(find_config(options), options);
+            dump = Owned<DumpSession>(new DumpSession(find_config(options), options));
             host::use_interrupt_only_mode();
             break;
         }
         case criu::Stage::restore: {
             const LowDescriptors criu_has; // what the session opens stays open
-            restore = std::make_unique<RestoreSession>(find_config(host::plugin_options()));
+            restore =
+                Owned<RestoreSession>(new RestoreSession(find_config(host::plugin_options())));
             if (!restore->prepare()) {
                 restore->finish(true);
                 restore.reset();

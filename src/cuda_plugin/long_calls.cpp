@@ -11,10 +11,15 @@ namespace {
 constexpr std::chrono::seconds kOfTheDead{5};
 }
 
-void LongCalls::begin(pid_t pid, std::chrono::milliseconds limit, std::function<void()> work) {
+void LongCalls::begin(pid_t pid, std::chrono::milliseconds limit, std::function<void()> work,
+                      const MovedAt* moved_at) {
     std::erase_if(calls_, [](const Call& call) { return call.has_ended->load(); });
     auto has_ended = std::make_shared<std::atomic<bool>>(false);
-    calls_.push_back({.pid = pid, .begin = Clock::now(), .limit = limit, .has_ended = has_ended});
+    calls_.push_back({.pid = pid,
+                      .begin = Clock::now(),
+                      .limit = limit,
+                      .moved_at = moved_at,
+                      .has_ended = has_ended});
     try {
         std::thread([work = std::move(work), has_ended, last_end = last_end_] {
             work();
@@ -31,8 +36,10 @@ bool LongCalls::hangs(Call& call) const noexcept {
     if (call.has_ended->load())
         return false;
     const Clock::time_point last_end{Clock::duration(last_end_->load())};
-    call.was_found_hanging =
-        call.was_found_hanging || Clock::now() - std::max(call.begin, last_end) >= call.limit;
+    const Clock::time_point moved{
+        Clock::duration(call.moved_at == nullptr ? 0 : call.moved_at->load())};
+    call.was_found_hanging = call.was_found_hanging ||
+                             Clock::now() - std::max({call.begin, last_end, moved}) >= call.limit;
     return call.was_found_hanging;
 }
 

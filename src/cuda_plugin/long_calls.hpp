@@ -2,6 +2,8 @@
 /// What a worker does for tasks that may take long, or hang: each in a thread of its own.
 #pragma once
 
+#include "device_memory/device_copy.hpp"
+
 #include <sys/types.h>
 
 #include <atomic>
@@ -17,8 +19,10 @@ namespace gpustasis {
 class LongCalls {
 public:
     /// Do `work`, which must throw nothing, for task `pid`. It hangs if for `limit` neither it nor any other has ended: a
-    /// driver may do one after the other. Throws std::system_error if there can be no thread.
-    void begin(pid_t pid, std::chrono::milliseconds limit, std::function<void()> work);
+    /// driver may do one after the other. What moves, hangs no more: `moved_at`, if given, says when it did last, and is
+    /// there until the process ends. Throws std::system_error if there can be no thread.
+    void begin(pid_t pid, std::chrono::milliseconds limit, std::function<void()> work,
+               const MovedAt* moved_at = nullptr);
 
     /// That task has died: what is under way in it hangs if it does not end soon, for it may never.
     void give_up(pid_t pid) noexcept;
@@ -38,6 +42,7 @@ private:
         pid_t pid = 0;
         Clock::time_point begin;
         Clock::duration limit{};
+        const MovedAt* moved_at = nullptr;
         std::shared_ptr<std::atomic<bool>> has_ended;
         bool was_found_hanging =
             false; ///< and does so until it ends, whatever other ends behind it

@@ -146,6 +146,13 @@ std::vector<MemoryLevel> memory_levels(const std::string& process, const std::st
     return levels;
 }
 
+std::uint64_t host_memory(const std::string& root) {
+    const std::uint64_t kib = value_of(root + "/proc/meminfo", "MemTotal:");
+    if (kib == 0)
+        throw Error(Errc::io, "/proc/meminfo does not say how much memory this host has");
+    return kib << 10;
+}
+
 std::uint64_t MemoryLimit::now() const {
     std::uint64_t limit = std::numeric_limits<std::uint64_t>::max();
     for (const MemoryLevel& level : memory_levels("self", root_)) {

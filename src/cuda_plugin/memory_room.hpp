@@ -24,6 +24,9 @@ struct MemoryLevel {
 /// Throws Error: io if the process is gone.
 std::vector<MemoryLevel> memory_levels(const std::string& process, const std::string& root = "");
 
+/// All memory of the host, bytes. `root`: as above. Throws Error: io if /proc/meminfo does not say.
+std::uint64_t host_memory(const std::string& root = "");
+
 /// How much this process may put into a directory in memory: most of what is left at each of its levels, less
 /// what others, who meet the same level, are to get back meanwhile.
 class MemoryLimit {

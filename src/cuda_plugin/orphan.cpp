@@ -79,4 +79,9 @@ void shed_criu(std::vector<int> keep, const char* name) {
     ::close_range(next, ~0U, 0);
 }
 
+void ignore_requests_to_end() noexcept {
+    for (const int signal : {SIGTERM, SIGHUP, SIGINT})
+        ::signal(signal, SIG_IGN);
+}
+
 } // namespace gpustasis

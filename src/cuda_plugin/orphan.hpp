@@ -18,4 +18,8 @@ void fork_orphan(const char* what, const std::function<void()>& body);
 /// criu's session (a signal from its terminal must not end the process), and be called `name`.
 void shed_criu(std::vector<int> keep, const char* name);
 
+/// After shed_criu(): whoever stops a service or a session asks all of it to end. Who may have the only copy of a task's
+/// memory does not, and ends by itself as soon as criu is gone and nothing is left to undo.
+void ignore_requests_to_end() noexcept;
+
 } // namespace gpustasis

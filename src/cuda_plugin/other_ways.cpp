@@ -48,22 +48,6 @@ void refuse_options(const std::string& wanted, std::initializer_list<std::string
             refuse(wanted, std::string(option));
 }
 
-/// criu corks the socket that it sends pages through, and no other, before it asks a plugin.
-bool sends_pages() {
-    try {
-        for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
-            int corked = 0;
-            socklen_t size = sizeof corked;
-            const int fd = std::stoi(entry.path().filename().string());
-            if (::getsockopt(fd, IPPROTO_TCP, TCP_CORK, &corked, &size) == 0 && corked != 0)
-                return true;
-        }
-    } catch (const std::system_error& e) {
-        throw Error(Errc::io, e.what());
-    }
-    return false;
-}
-
 std::uint64_t take_varint(FieldReader& fields) {
     std::uint64_t value = 0;
     for (unsigned shift = 0; shift < 64; shift += 7) {
@@ -100,10 +84,12 @@ PageRun take_run(Bytes message) {
     return run;
 }
 
-void require_pages(Bytes image) {
+void require_pages(Bytes image, InParent in_parent) {
     constexpr std::uint32_t kImageMagic = 0x54564319;
     constexpr std::uint32_t kPagemapMagic = 0x56084025;
+    constexpr std::uint64_t kParent = 1;
     constexpr std::uint64_t kPresent = 4;
+    const std::uint64_t wanted = in_parent == InParent::there ? kPresent | kParent : kPresent;
     FieldReader fields(image);
     if (fields.number<std::uint32_t>() != kImageMagic ||
         fields.number<std::uint32_t>() != kPagemapMagic)
@@ -111,7 +97,8 @@ void require_pages(Bytes image) {
     fields.take(fields.number<std::uint32_t>()); // the head
     while (fields.size() != 0) {
         const PageRun run = take_run(fields.take(fields.number<std::uint32_t>()));
-        if (run.flags ? (*run.flags & kPresent) == 0 : run.in_parent)
+        const bool lies_in_parent = run.in_parent && in_parent == InParent::refused;
+        if (run.flags ? (*run.flags & wanted) == 0 : lies_in_parent)
             throw Error(Errc::unsupported, "criu has left pages out of its images: was it told "
                                            "--lazy-pages, or to build on parent images?");
     }
@@ -146,7 +133,25 @@ void refuse_pages_elsewhere(int image_dir, const std::string& wanted) {
         refuse(wanted, "--page-server: it has a connection to one");
 }
 
-void require_all_pages(int directory, const std::vector<std::string>& names) {
+/// criu corks the socket that it sends pages through, and no other, before it asks a plugin.
+bool sends_pages() {
+    try {
+        for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
+            int corked = 0;
+            socklen_t size = sizeof corked;
+            const int fd = std::stoi(entry.path().filename().string());
+            if (::getsockopt(fd, IPPROTO_TCP, TCP_CORK, &corked, &size) == 0 && corked != 0)
+                return true;
+        }
+    } catch (const std::system_error& e) {
+        throw Error(Errc::io, e.what());
+    }
+    return false;
+}
+
+void require_all_pages(int directory, const std::vector<std::string>& names, InParent in_parent) {
+    if (in_parent == InParent::there && !has(directory, kCriuParent))
+        in_parent = InParent::refused;
     bool any = false;
     for (const std::string& name : names) {
         if (!name.starts_with("pagemap-"))
@@ -154,7 +159,7 @@ void require_all_pages(int directory, const std::vector<std::string>& names) {
         any = true;
         try {
             const UniqueFd fd = open_regular(directory, name);
-            require_pages(read_part(fd.get(), 0, file_size(fd.get())));
+            require_pages(read_part(fd.get(), 0, file_size(fd.get())), in_parent);
         } catch (const Error& e) {
             throw Error(e, name + ": " + e.what());
         }

@@ -3,6 +3,7 @@
 
 #include "core/error.hpp"
 #include "core/file.hpp"
+#include "cuda_plugin/complete_images.hpp"
 #include "cuda_plugin/early_images.hpp"
 #include "cuda_plugin/host.hpp"
 #include "cuda_plugin/memory_directory.hpp"
@@ -41,17 +42,6 @@ void copy_processor_image(int from, int to) {
     PartFile copy(to, kProcessorImage);
     write_at(copy.fd(), 0, read_part(source.get(), 0, file_size(source.get())));
     copy.commit();
-}
-
-// CRIU has a child of its own write the images of each kind of namespace. That one's bclose() notes only in
-// the child's own memory that the last bytes could not be written, and criu asks nothing but its exit status.
-void end_cut_child() noexcept {
-    if (!host::images_are_cut())
-        return;
-    host::error(
-        "layout = \"packed\": a child of criu could not write all of an image: is there too "
-        "little memory for them?");
-    ::_exit(EXIT_FAILURE);
 }
 
 bool is_still_written(const ImageRedirect& redirect) {
@@ -102,10 +92,12 @@ int PackedDump::close_of_criu(int fd) noexcept {
     errno = before;
     const int result = real_close.load()(fd);
     const int after = errno;
-    if (is_image && self->process_ == ::getpid())
+    if (is_image && self->process_ == ::getpid()) {
+        self->is_cut_ = host::images_are_cut(); // as CompleteImages
         self->look();
-    else if (is_image)
+    } else if (is_image && !self->is_cut_) {
         end_cut_child();
+    }
     errno = after;
     return result;
 }

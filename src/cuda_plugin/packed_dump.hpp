@@ -58,6 +58,7 @@ private:
     std::unique_ptr<ImageRedirect> redirect_; ///< until all is over
     std::optional<ImportSlot> slot_;
     bool tried_ = false;
+    bool is_cut_ = false; ///< an image of criu itself
     bool began_to_pack_ = false;
     bool done_ = false;
 };

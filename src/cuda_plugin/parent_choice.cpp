@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cuda_plugin/parent_choice.hpp"
 
+#include "core/arena.hpp"
 #include "core/error.hpp"
 #include "core/unique_fd.hpp"
 #include "cuda_plugin/sealed_key.hpp"
@@ -33,7 +34,21 @@ bool exists(int dir_fd, const char* name) {
 }
 
 bool has_manifest(int dir_fd) {
-    return exists(dir_fd, kManifestName) || exists(dir_fd, seal::kSealedName);
+    return exists(dir_fd, kManifestName) || exists(dir_fd, seal::kSealedName) ||
+           exists(dir_fd, kArenaMarker);
+}
+
+struct stat status_of(int fd) {
+    struct stat status {};
+    if (::fstat(fd, &status) != 0)
+        throw io_error("cannot examine " + directory_path(fd), errno);
+    return status;
+}
+
+bool is_same(int dir, int other) {
+    const struct stat one = status_of(dir);
+    const struct stat two = status_of(other);
+    return one.st_dev == two.st_dev && one.st_ino == two.st_ino;
 }
 
 ParentChoice full(std::string reason) {
@@ -97,6 +112,17 @@ UniqueFd find_parent(const Config& config, int image_dir, const ContainerStore* 
     return store != nullptr ? store->newest() : linked_parent(image_dir);
 }
 
+/// The same, but where its files are: in the arena, if it is local.
+UniqueFd find_stored_parent(const Config& config, int image_dir, const ContainerStore* store) {
+    UniqueFd dir = find_parent(config, image_dir, store);
+    return dir ? stored_directory(dir.get()) : std::move(dir);
+}
+
+/// Whether the files of the checkpoint `dir` lie in an arena.
+bool is_local(int dir) {
+    return exists(dir, kArenaOwner);
+}
+
 /// Of the parent that `lineage` has at depth 1.
 ParentChoice read_chosen(const Config& config, Lineage& lineage) {
     ParentChoice choice;
@@ -107,6 +133,13 @@ ParentChoice read_chosen(const Config& config, Lineage& lineage) {
                                             ": the parent " + choice.directory + " has " +
                                             std::to_string(choice.index->chunk_size()));
     return choice;
+}
+
+UniqueFd open_above(int dir) {
+    UniqueFd above(::openat(dir, "..", O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+    if (!above)
+        throw io_error("cannot open the directory above " + directory_path(dir), errno);
+    return above;
 }
 
 /// What `dir` is linked to as its parent; empty: to nothing.
@@ -121,16 +154,16 @@ void remove_link(int dir) {
         throw io_error(std::string("cannot remove the old ") + kParentLink, errno);
 }
 
-ParentChoice choose(const Config& config, Lineage& lineage, const ContainerStore* store,
-                    SealedDump* sealed) {
-    const int image_dir = lineage.directory(0);
+ParentChoice choose(const Config& config, int image_dir, Lineage& lineage,
+                    const ContainerStore* store, SealedDump* sealed) {
+    const int own = lineage.directory(0);
     if (!config.externalize && config.cpu_memory == CpuMemory::criu) {
         if (!config.parent.empty())
             throw Error(Errc::bad_argument,
                         "parent = \"" + config.parent + "\": needs externalize, which is off");
         return full("externalize is off");
     }
-    const UniqueFd dir = find_parent(config, image_dir, store);
+    const UniqueFd dir = find_stored_parent(config, image_dir, store);
     if (!dir)
         return full(store != nullptr ? "no checkpoint in " + store->path() : "no parent");
     if (const std::string why_not = why_not_alike(config, dir.get(), sealed != nullptr);
@@ -138,6 +171,22 @@ ParentChoice choose(const Config& config, Lineage& lineage, const ContainerStore
         if (!config.parent.empty())
             throw Error(Errc::bad_argument, "the parent " + why_not);
         return full(why_not);
+    }
+    const bool parent_is_local = is_local(dir.get());
+    if (parent_is_local && !config.arena.is_used) {
+        const std::string why_not =
+            "is only in memory yet, in " + directory_path(dir.get()) +
+            ", and the dump is not (tier = \"disk\"): drain it first, with gpustasis drain";
+        if (!config.parent.empty())
+            throw Error(Errc::unsupported, "the parent " + config.parent + " " + why_not);
+        return full("the parent " + why_not);
+    }
+    if (parent_is_local && !is_same(open_above(dir.get()).get(), open_above(own).get())) {
+        const std::string why_not = directory_path(dir.get()) +
+                                    " is in another arena: drain it first, with gpustasis drain";
+        if (!config.parent.empty())
+            throw Error(Errc::unsupported, "the parent " + why_not);
+        return full(why_not); // what is built on it would not keep it there
     }
     std::optional<seal::DataKey> key;
     Manifest parent;
@@ -157,9 +206,11 @@ ParentChoice choose(const Config& config, Lineage& lineage, const ContainerStore
     if (key && std::ranges::none_of(parent.tasks, &ManifestTask::externalized))
         return full(directory_path(dir.get()) + " holds no memory to build on");
     const bool in_store = config.parent.empty() && store != nullptr;
-    link_parent(image_dir, dir.get(), in_store ? LinkText::absolute : LinkText::relative);
+    // An arena and what is on a disk are never moved together.
+    const bool moves = !in_store && config.arena.is_used == parent_is_local;
+    link_parent(own, dir.get(), moves ? LinkText::relative : LinkText::absolute);
     lineage.directory(1); // and its lock: from here on nobody removes it
-    const UniqueFd again = find_parent(config, image_dir, store);
+    const UniqueFd again = find_stored_parent(config, image_dir, store);
     if (!again || directory_path(again.get()) != lineage.path(1))
         throw Error(Errc::io, lineage.path(1) + " was removed or replaced meanwhile");
     if (!key)
@@ -184,41 +235,49 @@ void refuse_circle(const Config& config, int image_dir) {
                                 : open_directory(image_dir, config.parent.c_str());
     if (!parent) // which choose_parent() tells
         return;
-    struct stat own {};
-    if (::fstat(image_dir, &own) != 0)
-        throw io_error("cannot examine the image directory", errno);
-    Lineage chain = Lineage::above(parent.get());
+    const struct stat own = status_of(image_dir);
+    const auto replaces = [&](int dir) {
+        if (is_same(dir, image_dir))
+            return true;
+        if (!is_local(dir))
+            return false;
+        const ArenaOwner owner = read_owner(dir);
+        return owner.device == own.st_dev && owner.inode == own.st_ino;
+    };
+    const auto refuse = [&](const std::string& path, const std::string& which) {
+        throw Error(Errc::bad_argument, "the parent " + path + " is built on what is in " + which +
+                                            ", and the dump would replace that: use another "
+                                            "directory");
+    };
+    if (is_same(parent.get(), image_dir))
+        refuse(directory_path(parent.get()), "the image directory");
+    Lineage chain = Lineage::above(stored_directory(parent.get()).get());
     for (std::uint32_t depth = 1;; ++depth) {
-        struct stat status {};
         try {
-            if (::fstat(chain.directory(depth), &status) != 0)
-                throw io_error("cannot examine " + chain.path(depth), errno);
+            chain.directory(depth);
         } catch (const Error&) { // its end, or what choose_parent() tells if it is needed
             return;
         }
-        if (status.st_dev == own.st_dev && status.st_ino == own.st_ino)
-            throw Error(Errc::bad_argument, "the parent " + chain.path(1) +
-                                                " is built on what is in " + chain.path(depth) +
-                                                ", and the dump would replace that: use another "
-                                                "directory");
+        if (replaces(chain.directory(depth)))
+            refuse(chain.path(1), chain.path(depth));
     }
 }
 
 // A checkpoint that is there already needs its link until its files are removed.
-ParentChoice choose_parent(const Config& config, Lineage& lineage, const ContainerStore* store,
-                           SealedDump* sealed) {
-    const int image_dir = lineage.directory(0);
-    const std::string before = linked_to(image_dir);
+ParentChoice choose_parent(const Config& config, int image_dir, Lineage& lineage,
+                           const ContainerStore* store, SealedDump* sealed) {
+    const int own = lineage.directory(0);
+    const std::string before = linked_to(own);
     try {
-        ParentChoice choice = choose(config, lineage, store, sealed);
+        ParentChoice choice = choose(config, image_dir, lineage, store, sealed);
         if (!choice.index)
-            remove_link(image_dir);
+            remove_link(own);
         return choice;
     } catch (...) {
-        if (linked_to(image_dir) != before) {
-            ::unlinkat(image_dir, kParentLink, 0);
+        if (linked_to(own) != before) {
+            ::unlinkat(own, kParentLink, 0);
             if (!before.empty())
-                static_cast<void>(::symlinkat(before.c_str(), image_dir, kParentLink));
+                static_cast<void>(::symlinkat(before.c_str(), own, kParentLink));
         }
         throw;
     }

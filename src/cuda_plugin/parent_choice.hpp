@@ -27,12 +27,13 @@ struct ParentChoice {
 /// config.max_chain is not continued. With `sealed`, the dump is for recipients: its parent is sealed as well, is
 /// opened by config.private_key, and `sealed` is built on it from then on. A parent that was named and differs
 /// in that is refused, one that was found is not continued. Throws Error: io, corrupt_data, unsupported; bad_argument if
-/// what was named cannot serve.
-ParentChoice choose_parent(const Config& config, Lineage& lineage, const ContainerStore* store,
-                           SealedDump* sealed);
+/// what was named cannot serve, unsupported if it is local (core/arena.hpp) and the dump is not. `image_dir`: criu's,
+/// which `lineage` is of, or, of a dump into memory, of its directory in the arena.
+ParentChoice choose_parent(const Config& config, int image_dir, Lineage& lineage,
+                           const ContainerStore* store, SealedDump* sealed);
 
 /// Before anything of an earlier dump is removed from `image_dir`: throws Error: bad_argument if the parent that
-/// `config` names, or CRIU's link leads to, is built on that, or is that.
+/// `config` names, or CRIU's link leads to, is built on that, or is that, whether it was drained or not.
 void refuse_circle(const Config& config, int image_dir);
 
 } // namespace gpustasis

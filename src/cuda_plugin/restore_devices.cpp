@@ -2,6 +2,7 @@
 /// What of RestoreSession gives CUDA tasks their memory, and has the driver restore them: all, side by side.
 #include "core/error.hpp"
 #include "cuda_plugin/device_files.hpp"
+#include "cuda_plugin/direct_work.hpp"
 #include "cuda_plugin/findings.hpp"
 #include "cuda_plugin/host.hpp"
 #include "cuda_plugin/huge_pages.hpp"
@@ -12,6 +13,7 @@
 #include "cuda_plugin/traced_thread.hpp"
 #include "dropped_memory/refill.hpp"
 
+#include <algorithm>
 #include <csignal>
 #include <cstdint>
 #include <deque>
@@ -21,6 +23,7 @@
 #include <utility>
 
 namespace gpustasis {
+
 /// A task that is restored.
 struct RestoreSession::AtWork {
     TaskRecord* record = nullptr;
@@ -87,7 +90,7 @@ void RestoreSession::resume_tree(pid_t asked) {
 // Bytes that its memory takes until the driver has restored it.
 std::uint64_t RestoreSession::staged_of(const TaskRecord& record) const {
     const auto image = images_.of_gpu().find(record.image_pid);
-    if (image == images_.of_gpu().end())
+    if (image == images_.of_gpu().end() || image->second.info().of_devices)
         return 0;
     std::uint64_t bytes = 0;
     for (const Region& region : image->second.info().regions)
@@ -118,6 +121,38 @@ void RestoreSession::look_at(pid_t pid, std::deque<AtWork>& tasks) {
         task.moves = placement_.moves_of(images_.manifest(), *saved);
 }
 
+// All that the task could see, also those where it had no memory: the driver wants a context on each.
+std::vector<Id> RestoreSession::gpus_for(const ImageInfo& info,
+                                         const std::vector<GpuMove>& moves) const {
+    std::vector<Id> gpus = gpus_of(info, moves);
+    const Manifest& manifest = images_.manifest();
+    const ManifestTask* saved = manifest.find(info.pid, MemoryKind::gpu);
+    for (const TaskGpu& seen : saved == nullptr ? std::vector<TaskGpu>{} : saved->gpus) {
+        const Id& from = manifest.gpus[seen.gpu].uuid;
+        const auto move = std::ranges::find(moves, from, &GpuMove::from);
+        const Id& now = move == moves.end() ? from : move->to;
+        if (std::ranges::find(gpus, now) == gpus.end())
+            gpus.push_back(now);
+    }
+    return gpus;
+}
+
+// The worker puts the memory back while the driver waits.
+void RestoreSession::expect_direct(TaskRecord& record, const ImageReader& image) {
+    record.checkpoint_id = image.info().checkpoint_id;
+    record.digest = image.digest();
+    record.direct.stored = true;
+    record.direct.begun = true;
+}
+
+void RestoreSession::refill_staging(TaskRecord& record, const ImageReader& image,
+                                    TaskStatistics& statistics) {
+    statistics.phases.time("ask_huge_pages", [&] {
+        statistics.huge_pages = ask_for_huge_pages(config_.huge_pages, record, image.info());
+    });
+    statistics.phases.time("refill", [&] { refill(record.pid, image, config_.threads); });
+}
+
 // While the driver restores others: memory first, then the GPU.
 std::optional<Worker::Call> RestoreSession::begin_restore(AtWork& task) {
     TaskRecord& record = *task.record;
@@ -125,23 +160,29 @@ std::optional<Worker::Call> RestoreSession::begin_restore(AtWork& task) {
     const auto image = images_.of_gpu().find(record.image_pid);
     if (image != images_.of_gpu().end()) {
         statistics.externalized = true;
+        statistics.gpu_memory = image->second.info().of_devices ? "direct" : "staged";
         statistics.totals = image->second.totals();
         statistics.file_bytes = image->second.file_size();
         statistics.regions = image->second.info().regions.size();
         for (const Region& region : image->second.info().regions)
             statistics.staged_bytes += region.length;
-        statistics.phases.time("ask_huge_pages", [&] {
-            statistics.huge_pages =
-                ask_for_huge_pages(config_.huge_pages, record, image->second.info());
-        });
-        statistics.phases.time("refill",
-                               [&] { refill(record.pid, image->second, config_.threads); });
+        if (image->second.info().of_devices)
+            expect_direct(record, image->second);
+        else
+            refill_staging(record, image->second, statistics);
     }
-    statistics.phases.time("driver_init", [&] { worker_.initialize(); });
+    statistics.phases.time("driver_init", [&] {
+        if (record.direct.begun)
+            worker_.prepare_direct(gpus_for(image->second.info(), task.moves));
+        else
+            worker_.initialize();
+    });
     task.devices_before = driver_descriptors(record.pid);
     task.thawed.emplace(record);
     const WatchedThread watched(worker_, record.restore_tid);
     statistics.state_before = worker_.state(record.pid);
+    if (statistics.state_before == ProcessState::checkpointed && record.direct.begun)
+        return worker_.begin_restore_direct(record, task.moves, record.restore_tid);
     if (statistics.state_before == ProcessState::checkpointed)
         return worker_.begin_restore(record.pid, task.moves, record.restore_tid);
     if (statistics.externalized)

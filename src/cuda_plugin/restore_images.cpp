@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cuda_plugin/restore_images.hpp"
 
+#include "core/arena.hpp"
 #include "core/error.hpp"
 #include "core/stored_memory.hpp"
 #include "cuda_plugin/early_images.hpp"
@@ -8,12 +9,12 @@
 #include "cuda_plugin/inventory_names.hpp"
 #include "cuda_plugin/packed_restore.hpp"
 #include "cuda_plugin/sealed_key.hpp"
-#include "seal/sealed_chain.hpp"
 
 #include <fcntl.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
-#include <memory>
+#include <cerrno>
 #include <string>
 #include <utility>
 #include <vector>
@@ -23,6 +24,14 @@ namespace {
 
 // No inventory names this; an image from before CRIU recorded plugins answers yes to anything.
 constexpr const char* kNobody = "no-such-plugin";
+
+bool is_same(int one, int other) {
+    struct stat a {};
+    struct stat b {};
+    if (::fstat(one, &a) != 0 || ::fstat(other, &b) != 0)
+        throw io_error("cannot examine the image directory", errno);
+    return a.st_dev == b.st_dev && a.st_ino == b.st_ino;
+}
 
 bool exists(int image_dir, const char* name) {
     return ::faccessat(image_dir, name, F_OK, AT_SYMLINK_NOFOLLOW) == 0;
@@ -38,7 +47,14 @@ bool RestoreImages::read() {
     inherited_files_ = host::take_inventory_plugin(kInventoryInherited) && !before_plugin_lists;
     if (!ours && !stock)
         return false;
-    has_manifest_ = exists(image_dir_, kManifestName);
+    stored_ = stored_directory(image_dir_);
+    lineage_ = Lineage(stored_.get());
+    // A drain that ended before that was locked has left nothing there.
+    if (UniqueFd now = stored_directory(image_dir_); !is_same(now.get(), stored_.get())) {
+        stored_ = std::move(now);
+        lineage_ = Lineage(stored_.get());
+    }
+    has_manifest_ = exists(stored_.get(), kManifestName);
     if (holds_sealed(image_dir_)) {
         if (has_manifest_)
             throw Error(Errc::corrupt_data,
@@ -46,7 +62,7 @@ bool RestoreImages::read() {
         const seal::DataKey key =
             open_sealed_key(image_dir_, config_.private_key, "the checkpoint");
         sealed_.emplace(image_dir_, key, config_.io);
-        lineage_.open_by(std::make_shared<seal::SealedChain>(key));
+        undo_images_.use_key(key);
         has_manifest_ = sealed_->has(kManifestName);
         known_ancestors_ = key.ancestor_count();
     }
@@ -89,13 +105,14 @@ UniqueFd RestoreImages::unpack() const {
 
 Manifest RestoreImages::read_manifest() {
     if (!sealed_)
-        return gpustasis::read_manifest(image_dir_);
+        return gpustasis::read_manifest(stored_.get());
     return parse_manifest(sealed_->read(kManifestName, max_manifest_size()), kManifestName);
 }
 
 ImageReader RestoreImages::open_image(const std::string& name) const {
+    const bool is_local = exists(stored_.get(), kArenaOwner); // memory has no other way
     if (!sealed_)
-        return ImageReader::open(image_dir_, name, config_.io);
+        return ImageReader::open(stored_.get(), name, is_local ? IoMode::buffered : config_.io);
     if (!sealed_->has(name))
         throw Error(Errc::corrupt_data, "no sealed file holds " + name);
     return ImageReader::from_input(sealed_->input(name), name);

@@ -9,6 +9,7 @@
 #include "core/unique_fd.hpp"
 #include "cuda_plugin/config.hpp"
 #include "cuda_plugin/signature_check.hpp"
+#include "cuda_plugin/undo_images.hpp"
 #include "seal/sealed_checkpoint.hpp"
 
 #include <cstddef>
@@ -23,13 +24,14 @@ class RestoreImages {
 public:
     using ByPid = std::map<std::uint32_t, ImageReader>; ///< in the innermost namespace
 
-    /// All outlive it.
-    RestoreImages(const Config& config, int image_dir, Lineage& lineage)
-        : config_(config), image_dir_(image_dir), lineage_(lineage), signature_(config, image_dir) {
-    }
+    /// All outlive it. `images`: of the same directory; gets the key of what is sealed. Its lineage becomes that of the
+    /// directory where the images are (core/arena.hpp).
+    RestoreImages(const Config& config, int image_dir, UndoImages& images)
+        : config_(config), image_dir_(image_dir), undo_images_(images), lineage_(images.lineage()),
+          signature_(config, image_dir) {}
 
-    /// Once. False: the checkpoint is none of this plugin. Throws Error: corrupt_data, also if an
-    /// image that the dump has made is not listed; as ImageReader::open and attach_sources.
+    /// Once, before the worker starts. False: the checkpoint is none of this plugin. Throws Error: corrupt_data, also if an
+    /// image that the dump has made is not listed; as ImageReader::open and attach_sources, stored_directory().
     bool read();
 
     /// After read(): CRIU's images in a directory in memory, if they are packed, or sealed with ours; none if they
@@ -54,7 +56,9 @@ private:
     void require_all() const;
 
     const Config& config_;
-    int image_dir_;
+    int image_dir_;   ///< criu's
+    UniqueFd stored_; ///< where manifest and images of ours are: there, or in an arena
+    UndoImages& undo_images_;
     Lineage& lineage_;
     SignatureCheck signature_;
     std::optional<seal::SealedCheckpoint> sealed_; ///< none: it is in the clear

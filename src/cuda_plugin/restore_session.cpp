@@ -93,7 +93,7 @@ void await_deaths(const std::vector<pid_t>& tasks) {
 RestoreSession::RestoreSession(const Config& config)
     : config_(config), image_dir_(host::open_image_dir()), lineage_(image_dir_.get()),
       undo_images_(lineage_), table_(OnOrphaned::kill), worker_(config_, table_, undo_images_),
-      images_(config_, image_dir_.get(), lineage_) {
+      images_(config_, image_dir_.get(), undo_images_) {
     statistics_.stage = "restore";
     statistics_.config_source = config_.source;
     statistics_.threads = config_.threads;
@@ -154,6 +154,15 @@ void RestoreSession::check_machine() {
         throw Error(Errc::unsupported, "gpu_map: the checkpoint does not say which GPUs it needs");
     if (!images_.has_manifest())
         return;
+    for (const auto& [pid, image] : images_.of_gpu())
+        if (image.info().of_devices && facts.api_version < driver::kCustomStorageApiVersion)
+            throw Error(Errc::unsupported,
+                        "the GPU memory of process " + std::to_string(pid) +
+                            " was handed over by a driver of CUDA 13.4 or later (gpu_memory = "
+                            "\"direct\"), and the driver here is of CUDA " +
+                            std::to_string(facts.api_version / 1000) + "." +
+                            std::to_string(facts.api_version % 1000 / 10) +
+                            ", which cannot take it back");
     std::map<std::uint32_t, std::uint64_t> staged;
     for (const auto& [pid, image] : images_.of_gpu())
         for (const Region& region : image.info().regions)

@@ -54,6 +54,9 @@ private:
     struct AtWork;
     void look_at(pid_t pid, std::deque<AtWork>& tasks);
     std::uint64_t staged_of(const TaskRecord& record) const;
+    std::vector<Id> gpus_for(const ImageInfo& info, const std::vector<GpuMove>& moves) const;
+    void expect_direct(TaskRecord& record, const ImageReader& image);
+    void refill_staging(TaskRecord& record, const ImageReader& image, TaskStatistics& statistics);
     std::optional<Worker::Call> begin_restore(AtWork& task);
     std::optional<Worker::Call> begin_unlock(AtWork& task);
     void expect_death_of(const std::vector<pid_t>& tree);
@@ -65,7 +68,7 @@ private:
     Config config_;
     UniqueFd image_dir_;
     Lineage lineage_;
-    UndoImages undo_images_; ///< none: a restore undoes nothing
+    UndoImages undo_images_; ///< for the worker, which gives GPU memory back out of them
     SharedTaskTable table_;
     Worker worker_;
     RestoreImages images_;

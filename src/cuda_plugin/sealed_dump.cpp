@@ -11,6 +11,7 @@
 
 #include <fcntl.h>
 
+#include <algorithm>
 #include <utility>
 
 namespace gpustasis {
@@ -38,6 +39,15 @@ std::vector<std::byte> read_certificate(const std::string& path) {
 }
 
 } // namespace
+
+seal::SealedOutput::Options options_of_image(std::uint32_t file_id, const std::string& name,
+                                             std::uint32_t alignment, IoMode io) {
+    return {.file_id = file_id,
+            .name = name,
+            .alignment = alignment,
+            .frame_size = kImageFrame,
+            .io = io};
+}
 
 void require_sealable(const Config& config) {
     if ((!config.parent.empty() || config.incremental) && config.private_key.empty())
@@ -110,20 +120,28 @@ void SealedDump::write_envelope() {
 void SealedDump::write_image(const std::string& name, std::uint32_t alignment,
                              const std::function<void(ImageOutput&)>& write) {
     write_envelope();
-    const std::uint32_t file_id =
-        written_.empty() ? seal::kFirstOther : written_.back().file_id + 1;
+    const std::uint32_t file_id = next_file_++;
     try {
         seal::SealedOutput output(key_, image_dir_,
-                                  {.file_id = file_id,
-                                   .name = name,
-                                   .alignment = alignment,
-                                   .frame_size = kImageFrame,
-                                   .io = io_});
+                                  options_of_image(file_id, name, alignment, io_));
         write(output);
-        written_.push_back(output.listed());
+        list(output.listed());
     } catch (const Error& e) {
         throw Error(e, seal::sealed_name(file_id) + " with " + name + ": " + e.what());
     }
+}
+
+std::uint32_t SealedDump::leave_image() {
+    write_envelope();
+    const std::uint32_t file_id = next_file_++;
+    key_.leave(file_id);
+    return file_id;
+}
+
+void SealedDump::list(const seal::OtherFile& written) {
+    const auto behind =
+        std::ranges::upper_bound(written_, written.file_id, {}, &seal::OtherFile::file_id);
+    written_.insert(behind, written);
 }
 
 seal::SealedSizes SealedDump::write_files(const Manifest& manifest, int directory,
@@ -146,12 +164,25 @@ void SealedDump::write_manifest(const Manifest& manifest) {
                                        "it has no GPU memory, and no CPU memory that is stored by "
                                        "this plugin");
     try {
-        seal::SealedOutput output(
-            key_, image_dir_,
-            {.file_id = seal::kSealedFile, .name = kManifestName, .others = written_});
+        manifest_.emplace(key_, image_dir_,
+                          seal::SealedOutput::Options{.file_id = seal::kSealedFile,
+                                                      .name = kManifestName,
+                                                      .others = written_});
         const std::vector<std::byte> bytes = pack_manifest(manifest);
-        output.put(0, bytes);
-        output.commit(bytes.size());
+        manifest_->put(0, bytes);
+        manifest_->end(bytes.size());
+    } catch (const Error& e) {
+        manifest_.reset();
+        throw Error(e, std::string(seal::kSealedName) + ": " + e.what());
+    }
+}
+
+void SealedDump::publish_manifest() {
+    if (!manifest_)
+        return;
+    try {
+        manifest_->publish();
+        manifest_.reset();
     } catch (const Error& e) {
         throw Error(e, std::string(seal::kSealedName) + ": " + e.what());
     }

@@ -45,14 +45,23 @@ public:
     void write_image(const std::string& name, std::uint32_t alignment,
                      const std::function<void(ImageOutput&)>& write);
 
+    /// The number of a sealed file that another process is to write, with the key handed on to it
+    /// (seal::FreshKey::of_left_file). The envelope is written. No number is given twice, whatever becomes of the file.
+    /// Throws Error: io.
+    std::uint32_t leave_image();
+    /// What that process has written is complete and durable.
+    void list(const seal::OtherFile& written);
+
     /// Once, when all images are written, in place of write_manifest(): the manifest, and the files `names` of
     /// `directory`, which are CRIU's. `directory` gets the manifest, too. Throws as seal::write_sealed.
     seal::SealedSizes write_files(const Manifest& manifest, int directory,
                                   std::vector<std::string> names, unsigned threads);
 
-    /// Once, when all images are written: the manifest, and with it which sealed files there are. Throws
-    /// Error: io.
+    /// Once, when all images are written: the manifest, and with it which sealed files there are. It has no name
+    /// before publish_manifest(). Throws Error: io; unsupported if nothing would be sealed.
     void write_manifest(const Manifest& manifest);
+    /// Once; nothing if none was written. Throws Error: io.
+    void publish_manifest();
 
 private:
     int image_dir_;
@@ -64,8 +73,14 @@ private:
     bool descriptor_is_read_ = false;
     std::optional<seal::DataKey> parent_; ///< from a descriptor
     seal::FreshKey key_;
-    std::vector<seal::OtherFile> written_; ///< ascending by number
+    std::uint32_t next_file_ = seal::kFirstOther; ///< whose number was not given yet
+    std::vector<seal::OtherFile> written_;        ///< ascending by number
+    std::optional<seal::SealedOutput> manifest_;  ///< written, and without its name
 };
+
+/// How the image `name` of this plugin's, with chunks of this alignment, is sealed.
+seal::SealedOutput::Options options_of_image(std::uint32_t file_id, const std::string& name,
+                                             std::uint32_t alignment, IoMode io);
 
 /// Throws Error: unsupported or bad_argument, with what to do, for what `config` asks for and a dump for
 /// recipients does not do.

@@ -51,6 +51,8 @@ struct TaskStatistics {
     EncodingTotals totals;
     std::uint64_t file_bytes = 0;
     std::uint64_t damaged_in_parent = 0; ///< chunks stored anew for that reason
+    std::string gpu_memory;              ///< "staged" or "direct"; empty: none was moved
+    std::string staged_because;          ///< why gpu_memory = "auto" is not direct
     std::string
         staging; ///< of a dump: "kept" or "dropped", so that CRIU does not dump it; empty: neither
     std::uint64_t stored_twice =
@@ -95,6 +97,8 @@ struct Statistics {
     std::uint32_t chain_length = 0; ///< checkpoints it is built on
     std::string full_because;       ///< of a dump that has no parent: why
     std::string not_kept_because;   ///< of a container's dump: why the next cannot build on it
+    std::string
+        arena_directory; ///< of a dump into memory: where its images are; empty: on the disk
     std::string config_source;
     unsigned threads = 0;
     std::vector<TaskStatistics> tasks;

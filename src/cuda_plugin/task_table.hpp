@@ -3,8 +3,11 @@
 /// worker reads here what there is to undo.
 #pragma once
 
+#include "core/chunk_codec.hpp"
 #include "core/image_info.hpp"
+#include "device_memory/device_copy.hpp"
 #include "dropped_memory/drop_record.hpp"
+#include "seal/sealed_format.hpp"
 
 #include <sys/types.h>
 
@@ -13,6 +16,50 @@
 #include <cstdint>
 
 namespace gpustasis {
+
+/// GPU memory of a task that the driver hands over to the worker, and what became of it (direct_work.hpp).
+struct DirectRecord {
+    bool wanted = false; ///< by criu, while the task runs
+    /// Set by criu before the worker is asked: the driver stages nothing in the task, and takes it back the same way
+    /// alone.
+    std::atomic<bool> begun = false;
+    /// By criu, of a sealed dump: the number of the sealed file that is left to the worker, which takes it, once (0).
+    std::atomic<std::uint32_t> left_file = 0;
+    /// By the worker: the task lacks memory that is being copied into it. A worker that dies then leaves it so, whatever the
+    /// driver says of the task.
+    mutable std::atomic<bool> filling = false;
+    /// By the worker: it is in the driver's call that takes memory back, which may be handed to it at any moment. Then it is
+    /// `held`.
+    mutable std::atomic<bool> restoring = false;
+    /// By the worker: it waits for the driver to complete an operation, and copies nothing.
+    mutable std::atomic<bool> completing = false;
+    /// By the worker, as soon as it is so: the memory is nowhere but on GPUs or in memory that this one process has, or the
+    /// driver waits for it to put memory back. Who ends the worker then ends the task.
+    mutable std::atomic<bool> held = false;
+    /// The rest by the worker. `stored`: the image is complete and durable, with TaskRecord::digest.
+    std::atomic<bool> stored = false;
+    mutable MovedAt moved_at = 0;       ///< when memory was last copied
+    std::uint64_t most = 0;             ///< bytes of an image at most, by criu
+    std::uint64_t image_start_time = 0; ///< of a restore: the one that the image has, by criu
+    static constexpr std::size_t kMaxGpus = 64;
+    std::uint32_t gpu_count = 0;
+    std::uint32_t numbers[kMaxGpus]{}; ///< among the GPUs of the image
+    std::uint64_t sizes[kMaxGpus]{};   ///< bytes
+    DeviceSizes device_sizes() const {
+        DeviceSizes found;
+        for (std::uint32_t i = 0; i < gpu_count; ++i)
+            found.emplace_back(numbers[i], sizes[i]);
+        return found;
+    }
+    EncodingTotals totals;
+    std::uint64_t file_size = 0;
+    std::int64_t room_taken = 0; ///< bytes of an arena's room, less what was given to it
+    std::uint64_t damaged_in_parent = 0;
+    char first_damage[512]{};
+    std::uint64_t driver_ns = 0; ///< of the driver's calls alone
+    seal::OtherFile sealed;      ///< the file that was left to it; set before `stored`
+    bool room_was_reserved = false;
+};
 
 /// Written by criu before it does what the record says, so that a record never says too little.
 struct TaskRecord {
@@ -39,6 +86,7 @@ struct TaskRecord {
     std::atomic<bool> thawed = false;           ///< the restore thread runs with signals blocked
     std::atomic<std::uint64_t> signal_mask = 0; ///< the restore thread's own, while thawed
     std::atomic<bool> settled = false;          ///< nothing is left to undo
+    DirectRecord direct;
 };
 
 /// As records of dropped memory name the task.

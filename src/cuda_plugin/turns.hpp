@@ -39,14 +39,17 @@ public:
 
     /// What came of it; nullptr: it is not done yet, and is begun if it may be, and no other is under way. `work` may
     /// throw std::exception, which is its outcome. Throws std::bad_alloc.
-    const Outcome* take(pid_t pid, bool may_begin, std::function<void()> work);
+    /// `moved_at`: as of LongCalls.
+    const Outcome* take(pid_t pid, bool may_begin, std::function<void()> work,
+                        const MovedAt* moved_at = nullptr);
     /// The next take() begins anew. Not while it is under way.
     void forget(pid_t pid) noexcept { outcomes_.erase(pid); }
     bool is_begun(pid_t pid) const { return outcomes_.contains(pid) && outcomes_.at(pid); }
     bool is_under_way(pid_t pid) const { return is_begun(pid) && !outcomes_.at(pid)->is_there; }
 
 private:
-    void begin(pid_t pid, std::shared_ptr<Outcome>& outcome, std::function<void()> work);
+    void begin(pid_t pid, std::shared_ptr<Outcome>& outcome, std::function<void()> work,
+               const MovedAt* moved_at);
 
     LongCalls& calls_;
     std::chrono::milliseconds limit_;

@@ -61,6 +61,10 @@ void undo_task(const TaskRecord& record, Driver& driver) {
 }
 
 void undo_restore(const TaskRecord& record, Driver& driver) {
+    if (record.direct.begun) {
+        driver.restore_direct(record);
+        return;
+    }
     const ProcessState state = driver.state(record.pid);
     if (state == ProcessState::failed)
         throw Error(Errc::io, "the driver has given the process up (state FAILED)");

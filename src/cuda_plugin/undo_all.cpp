@@ -36,9 +36,7 @@ constexpr int kTries = 3; // and so often, however long each takes.
 // After this time the log says whose memory is still put back.
 constexpr std::chrono::seconds kLongRefill{60};
 constexpr std::chrono::seconds kLogTakes{5};
-
 using Clock = std::chrono::steady_clock;
-
 bool anything_to_undo(const TaskTable& table) noexcept {
     return std::any_of(table.tasks, table.tasks + table.task_count,
                        [](const TaskRecord& record) { return !record.settled; });
@@ -61,7 +59,7 @@ public:
           calls_(calls), refills_(reading_, std::chrono::hours(24 * 365)),
           restores_(calls, std::chrono::milliseconds(config.driver_timeout_ms)),
           unlocks_(calls, std::chrono::milliseconds(config.driver_timeout_ms)),
-          log_(images.lineage().directory(0)) {}
+          log_(images.account_in()) {}
 
     /// Do what can be done now. Returns how long to wait until it is looked again.
     int look();
@@ -103,14 +101,12 @@ private:
     bool is_late() const { return is_past(kLongDrop); }
     template <class Use>
     void each_unsettled(Use&& use);
-
     using FailingAt = std::map<std::pair<pid_t, const Turns*>, Failing>;
     bool is_given_up(pid_t pid) const {
         return std::ranges::any_of(failing_, [&](const auto& one) {
             return one.first.first == pid && one.second.is_given_up;
         });
     }
-
     const std::function<Driver&()> driver_;
     const Config& config_;
     TaskTable& table_;
@@ -151,7 +147,8 @@ bool Undo::hangs(const TaskRecord& record) {
 const Outcome* Undo::take(const TaskRecord& record, Turns& turns, std::function<void()> work) {
     bool& is_wanted = wanted(turns);
     const bool was_begun = turns.is_begun(record.pid);
-    const Outcome* const done = turns.take(record.pid, !is_behind_ || !is_wanted, std::move(work));
+    const Outcome* const done =
+        turns.take(record.pid, !is_behind_ || !is_wanted, std::move(work), &record.direct.moved_at);
     if (!was_begun && turns.is_begun(record.pid)) {
         last_turn_[record.pid] = ++turns_;
         if (is_alone_)
@@ -206,6 +203,8 @@ void Undo::look_at_given_up(TaskRecord& record, bool is_any_left) {
     });
     if (is_at_last_try)
         return tell_once(given_up_told_, record, last->second.why + "; others are tried yet");
+    if (record.direct.held) // by this process alone, which must live then
+        return tell_once(given_up_told_, record, last->second.why + "; this is tried again");
     tell(record, last->second.why + "; try gpustasis recover");
     record.settled = true; // only now: until here it is not undone
 }
@@ -263,6 +262,8 @@ bool Undo::restore(TaskRecord& record) {
     const bool is_missing = record.drop_begun && !record.refilled;
     if (hangs(record))
         return false;
+    if (record.direct.begun && !restores_.is_begun(record.pid) && calls_.is_in(record.pid))
+        return true; // its memory is being stored still
     if (!(is_missing ? refills_ : restores_).is_begun(record.pid)) {
         bool is_home = !is_stopped(record.restore_tid);
         if (is_missing) {

@@ -2,6 +2,7 @@
 #include "cuda_plugin/undo_images.hpp"
 
 #include "core/error.hpp"
+#include "core/manifest.hpp"
 #include "seal/sealed_chain.hpp"
 #include "seal/sealed_checkpoint.hpp"
 
@@ -23,14 +24,47 @@ void UndoImages::forget_key() noexcept {
     lineage_.open_by(nullptr);
 }
 
+void UndoImages::reopen(ParentIndex& index) const {
+    const std::scoped_lock one_at_a_time(opening_);
+    index.reopen(lineage_);
+}
+
 ImageReader UndoImages::open(const DroppedTask& task) const {
     const std::scoped_lock one_at_a_time(opening_); // the lineage is not for several threads
-    if (!key_)
-        return open_dropped(task, lineage_);
+    return open_dropped(task, lineage_, open_file(task.image));
+}
+
+ImageReader UndoImages::open_file(const std::string& name) const {
     const int directory = lineage_.directory(0);
-    return open_dropped(
-        task, lineage_,
-        ImageReader::from_input(seal::find_sealed_image(directory, task.image, *key_), task.image));
+    if (!key_)
+        return ImageReader::open(directory, name);
+    return ImageReader::from_input(seal::find_sealed_image(directory, name, *key_), name);
+}
+
+bool UndoImages::has_direct(const TaskRecord& record) const {
+    const std::scoped_lock one_at_a_time(opening_);
+    const std::string name = image_name(record.image_pid);
+    try {
+        return open_file(name).info().checkpoint_id == record.checkpoint_id;
+    } catch (const Error& e) {
+        if (e.error_number() == ENOENT) // also of a sealed one
+            return false;
+        throw;
+    }
+}
+
+ImageReader UndoImages::open_direct(const TaskRecord& record) const {
+    const std::scoped_lock one_at_a_time(opening_);
+    const std::string name = image_name(record.image_pid);
+    ImageReader image = open_file(name);
+    const bool is_known = record.direct.stored; // else who has written it died before it said so
+    if (image.info().checkpoint_id != record.checkpoint_id ||
+        (is_known && image.digest() != record.digest) || !image.info().of_devices)
+        throw Error(Errc::corrupt_data, lineage_.path(0) + "/" + name +
+                                            " is not the image of the GPU memory of process " +
+                                            std::to_string(record.pid));
+    image.attach_sources(lineage_);
+    return image;
 }
 
 KeyHandover::KeyHandover(const UndoImages& images) {

@@ -41,10 +41,15 @@ void Worker::start() {
     // Room for the replies to all calls that may be under way: nobody waits to be read. As much as the kernel gives.
     for (const int end : ends)
         ::setsockopt(end, SOL_SOCKET, SO_SNDBUFFORCE, &kSocketBytes, sizeof(kSocketBytes));
+    for (std::size_t i = 0; i < table_->task_count; ++i) {
+        table_->tasks[i].direct.held = false; // the one that had it is dead
+        table_->tasks[i].direct.completing = false;
+        table_->tasks[i].direct.restoring = false; // `filling` stays: the task lacks memory still
+    }
     KeyHandover key(images_);
     fork_orphan("the driver worker", [&] {
         ours.reset();
-        run_worker(config_, *table_, images_, key, theirs.get());
+        run_worker(config_, *table_, images_, key, store_, theirs.get());
     });
     theirs.reset();
     // Its first word is its pid. It lives until its socket closes, so the pid is still its own.
@@ -63,6 +68,7 @@ void Worker::start() {
     ++number_;
     under_way_.clear();
     given_up_.clear();
+    patient_until_ = {};
     hangs_ = false;
     initialize_id_ = 0;
     initialized_.reset();
@@ -92,6 +98,7 @@ void Worker::kill() noexcept {
     process_.reset();
     under_way_.clear();
     given_up_.clear();
+    patient_until_ = {};
     hangs_ = false;
     initialize_id_ = 0; // whatever it was asked for was asked of that worker
 }
@@ -128,7 +135,10 @@ void Worker::send(Request& request) {
     request.id = ++last_id_;
     if (::send(socket_.get(), &request, sizeof(request), MSG_NOSIGNAL) < 0) {
         const int error = errno;
-        kill();
+        if (error == EPIPE || error == ECONNRESET || may_be_killed())
+            kill();
+        else
+            hangs_ = true;
         throw io_error("the driver worker does not listen", error);
     }
 }
@@ -223,6 +233,17 @@ void Worker::initialize() {
         return;
     }
     call(Op::initialize, "cuInit", 0, config_.driver_timeout_ms);
+}
+
+void Worker::prepare_direct(const std::vector<Id>& gpus) {
+    Request request;
+    request.op = Op::prepare_direct;
+    if (gpus.size() > worker_protocol::kMaxGpus)
+        throw Error(Errc::unsupported, "more than " + std::to_string(worker_protocol::kMaxGpus) +
+                                           " GPUs of one process");
+    for (const Id& gpu : gpus)
+        request.move_from[request.move_count++] = gpu;
+    call(request, "cuDevicePrimaryCtxRetain", config_.driver_timeout_ms);
 }
 
 std::optional<int> Worker::restore_thread(int pid) {

@@ -9,6 +9,7 @@
 
 #include "core/unique_fd.hpp"
 #include "cuda_plugin/config.hpp"
+#include "cuda_plugin/direct_work.hpp"
 #include "cuda_plugin/driver.hpp"
 #include "cuda_plugin/task_table.hpp"
 #include "cuda_plugin/undo_images.hpp"
@@ -37,8 +38,10 @@ class Worker final : public Driver {
 public:
     /// All three must outlive the worker. `images`: for an undo; what their lineage has open when the
     /// process starts, and the key that they have then, is what the process can use.
-    Worker(const Config& config, SharedTaskTable& table, UndoImages& images) noexcept
-        : config_(config), table_(table), images_(images) {}
+    /// `store`: outlives it, too; what it is when the process starts is used there. None in a restore.
+    Worker(const Config& config, SharedTaskTable& table, UndoImages& images,
+           DirectStore* store = nullptr) noexcept
+        : config_(config), table_(table), images_(images), store_(store) {}
     Worker(const Worker&) = delete;
     Worker& operator=(const Worker&) = delete;
     /// As if this process had died: whoever knows that all is well says so by stop().
@@ -56,6 +59,10 @@ public:
     void checkpoint(int pid) override;
     void restore(int pid, const std::vector<GpuMove>& moves) override;
     void unlock(int pid) override;
+    void restore_direct(const TaskRecord& record) override;
+
+    /// DirectWork::prepare() for `gpus`, and initialize() before.
+    void prepare_direct(const std::vector<Id>& gpus);
 
     /// Send initialize() without waiting for it; a later initialize() collects the answer. Other
     /// calls wait until it has come, at most driver_timeout_ms; a refusal is told by initialize().
@@ -75,6 +82,11 @@ public:
         pid_t watched = 0; ///< as of watch(), for this call
         std::uint32_t timeout_ms = 0;
         Clock::time_point deadline;
+        const DirectRecord* direct =
+            nullptr; ///< of a task whose memory the worker may hold alone meanwhile
+        const MovedAt* moved_at =
+            nullptr;         ///< when memory was moved last, if it is, which puts the deadline off
+        bool undoes = false; ///< in it a task is brought back, while the others of its tree wait
     };
     /// What came of one. error: as the call would have thrown it; none: it is done.
     struct Answer {
@@ -89,6 +101,10 @@ public:
     Call begin_checkpoint(int pid, pid_t tid);
     Call begin_restore(int pid, const std::vector<GpuMove>& moves, pid_t tid);
     Call begin_unlock(int pid, pid_t tid);
+    /// DirectWork::checkpoint() and restore(). `record`: of the table of the process.
+    Call begin_checkpoint_direct(const TaskRecord& record, pid_t tid);
+    Call begin_restore_direct(const TaskRecord& record, const std::vector<GpuMove>& moves,
+                              pid_t tid);
     /// undo_restore() and undo_unlock() of undo.hpp, done by the process. `record`: of its table.
     Call begin_undo_restore(const TaskRecord& record, pid_t tid);
     Call begin_undo_unlock(const TaskRecord& record, pid_t tid);
@@ -97,6 +113,11 @@ public:
     /// killed, as soon as no other call is under way: a driver is not broken off in one task because of another.
     /// All are lost when the process dies.
     Answer wait(std::span<const Call> calls);
+    /// Have a process, should this one die: it undoes what was begun. Throws Error: io.
+    void be_there() {
+        if (!process_)
+            start();
+    }
     /// Whether there is a process that answers.
     bool is_there() const noexcept { return process_ && !hangs_; }
 
@@ -117,13 +138,15 @@ private:
 
     void start();
     void kill() noexcept;
+    bool is_dead(const DirectRecord* direct) const noexcept; ///< the task of that record
+    bool may_be_killed() noexcept;
     bool wait_for_end(int timeout_ms) noexcept;
     void await_initialize();
     void require_listening() const;
     void send(worker_protocol::Request& request);
     Received receive(std::span<const Call> calls);
     Received give_up(std::size_t index, const Call& call, const std::string& why);
-    Received lose(std::size_t index, const Call& call, const std::string& why);
+    Received lose(std::size_t index, const Call& call, const std::string& why, bool is_dead);
     bool take_reply(std::span<const Call> calls, Received& received);
     worker_protocol::Reply receive(std::uint64_t id, const char* call, int pid,
                                    std::uint32_t timeout_ms);
@@ -133,8 +156,8 @@ private:
                  pid_t tid) const noexcept;
     Call begin(worker_protocol::Request& request, const char* name, std::uint32_t timeout_ms,
                pid_t tid);
-    Call begin_undo(worker_protocol::Op op, const char* name, const TaskRecord& record, pid_t tid,
-                    std::uint32_t timeout_ms);
+    Call begin_of_record(worker_protocol::Request& request, const char* name,
+                         const TaskRecord& record, pid_t tid, std::uint32_t timeout_ms);
     worker_protocol::Reply call(worker_protocol::Op op, const char* name, int pid,
                                 std::uint32_t timeout_ms);
     worker_protocol::Reply call(worker_protocol::Request& request, const char* name,
@@ -143,6 +166,7 @@ private:
     const Config& config_;
     SharedTaskTable& table_;
     UndoImages& images_;
+    DirectStore* store_;
     UniqueFd process_; ///< pidfd of the worker; none: there is no worker
     UniqueFd socket_;
     std::uint64_t last_id_ = 0;
@@ -150,7 +174,9 @@ private:
     std::map<std::uint64_t, std::optional<worker_protocol::Reply>>
         under_way_; ///< calls that were begun, by id; a reply that came while another was waited for
     std::set<std::uint64_t> given_up_; ///< calls whose replies nobody waits for
-    std::uint64_t initialize_id_ = 0;  ///< of a begin_initialize() without an answer; 0: none
+    Clock::time_point
+        patient_until_{};             ///< it may be handed memory by a call that was given up early
+    std::uint64_t initialize_id_ = 0; ///< of a begin_initialize() without an answer; 0: none
     std::optional<worker_protocol::Reply> initialized_; ///< that answer, until initialize()
     std::uint32_t most_ms_ = 0;  ///< the longest timeout of calls that were begun
     Clock::time_point answered_; ///< when the last reply came

@@ -2,6 +2,8 @@
 /// Of worker.hpp: calls that take long, of which several may be under way at once.
 #include "cuda_plugin/worker.hpp"
 
+#include "tracee/proc.hpp"
+
 #include <poll.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
@@ -28,7 +30,7 @@ constexpr int kWatchIntervalMs = 10;
 constexpr int kLongestPollMs = 60'000;
 
 /// Why a call under way will never be answered; empty while it may.
-std::string stopped_reason(pid_t tid) {
+std::string stopped_reason(pid_t tid, bool counts_stops) {
     siginfo_t info{};
     if (::waitid(P_PID, static_cast<id_t>(tid), &info,
                  WEXITED | WSTOPPED | WNOHANG | WNOWAIT | __WALL) != 0 ||
@@ -36,6 +38,8 @@ std::string stopped_reason(pid_t tid) {
         return "";
     if (info.si_code == CLD_EXITED || info.si_code == CLD_KILLED || info.si_code == CLD_DUMPED)
         return "the task died";
+    if (!counts_stops)
+        return "";
     return "its restore thread " + std::to_string(tid) + " stopped with signal " +
            std::to_string(info.si_status & 0xff) + " inside the driver";
 }
@@ -52,8 +56,12 @@ Request request_of(Op op, int pid) noexcept {
 Worker::Received Worker::give_up(std::size_t index, const Call& call, const std::string& why) {
     if (under_way_.erase(call.id) == 0)
         hangs_ = true; // in a call that it makes between two requests
+    // A task that is stopped in the middle of the driver's call goes on once it is let go; then the memory is the worker's.
+    if (call.direct != nullptr && call.direct->begun && Clock::now() < deadline_of(call) &&
+        !is_dead(call.direct))
+        patient_until_ = std::max(patient_until_, deadline_of(call));
     given_up_.insert(call.id);
-    if (under_way_.empty())
+    if (under_way_.empty() && may_be_killed())
         kill();
     return {.index = index,
             .reply = {},
@@ -62,9 +70,43 @@ Worker::Received Worker::give_up(std::size_t index, const Call& call, const std:
                                                                  why))};
 }
 
+bool Worker::is_dead(const DirectRecord* direct) const noexcept {
+    for (std::size_t i = 0; i < table_->task_count; ++i)
+        if (const TaskRecord& record = table_->tasks[i]; &record.direct == direct)
+            return proc::liveness(record.pid, record.start_time) == proc::Liveness::dead;
+    return false;
+}
+
+// Not while it alone has memory of a task, owes it some, or may be about to: the task would be lost with it. What a
+// restore has made is of no use anyway.
+bool Worker::may_be_killed() noexcept {
+    if (!process_ || table_->on_orphaned == OnOrphaned::kill)
+        return true;
+    const auto now = Clock::now();
+    if (now < patient_until_)
+        return false;
+    const std::chrono::milliseconds whole_time(config_.driver_timeout_ms);
+    for (std::size_t i = 0; i < table_->task_count; ++i) {
+        const TaskRecord& record = table_->tasks[i];
+        // In the order in which one takes the other's place: what is not seen any more here is seen there.
+        const bool has_memory = record.direct.restoring || record.direct.held;
+        const bool completes =
+            record.direct.completing &&
+            now < Clock::time_point(Clock::duration(record.direct.moved_at.load())) + whole_time;
+        if ((has_memory || completes) &&
+            proc::liveness(record.pid, record.start_time) != proc::Liveness::dead)
+            return false;
+    }
+    return true;
+}
+
 // Whatever it was asked, nobody knows what came of it.
-Worker::Received Worker::lose(std::size_t index, const Call& call, const std::string& why) {
-    kill();
+Worker::Received Worker::lose(std::size_t index, const Call& call, const std::string& why,
+                              bool is_dead) {
+    if (is_dead || may_be_killed())
+        kill();
+    else
+        hangs_ = true; // it cannot be spoken to, and does by itself what is left to do
     Received received = give_up(index, call, why);
     received.lost = true;
     return received;
@@ -75,7 +117,8 @@ bool Worker::take_reply(std::span<const Call> calls, Received& received) {
     Reply& reply = received.reply;
     const ssize_t got = ::recv(socket_.get(), &reply, sizeof(reply), 0);
     if (got != static_cast<ssize_t>(sizeof(reply))) {
-        received = lose(0, calls.front(), "the driver worker died");
+        const bool is_dead = got == 0 || (got < 0 && errno == ECONNRESET); // it has no other end
+        received = lose(0, calls.front(), "the driver worker died", is_dead);
         return true;
     }
     reply.text[sizeof(reply.text) - 1] = '\0';
@@ -86,7 +129,7 @@ bool Worker::take_reply(std::span<const Call> calls, Received& received) {
     if (given_up_.contains(reply.id))
         return false;
     if (call == calls.end() && known == under_way_.end()) {
-        received = lose(0, calls.front(), "the driver worker answered another request");
+        received = lose(0, calls.front(), "the driver worker answered another request", false);
         return true;
     }
     if (call == calls.end()) {
@@ -126,20 +169,27 @@ Worker::Received Worker::receive(std::span<const Call> calls) {
         const auto left =
             std::chrono::duration_cast<std::chrono::milliseconds>(deadline_of(first) - Clock::now())
                 .count();
-        const int wait = static_cast<int>(std::clamp<long long>(left, 0, kLongestPollMs));
+        const int wait =
+            static_cast<int>(std::clamp<long long>(left, kWatchIntervalMs, kLongestPollMs));
         pollfd poll{.fd = socket_.get(), .events = POLLIN, .revents = 0};
         const int ready = ::poll(&poll, 1, watches ? std::min(wait, kWatchIntervalMs) : wait);
         if (ready < 0 && errno != EINTR)
-            return lose(0, calls.front(), io_error("poll", errno).what());
+            return lose(0, calls.front(), io_error("poll", errno).what(), false);
         if (ready > 0 && take_reply(calls, received))
             return received;
         if (ready > 0)
             continue;
         for (std::size_t i = 0; i < calls.size(); ++i) {
+            const DirectRecord* const direct = calls[i].direct;
+            const bool is_held = direct != nullptr && direct->held && !direct->completing &&
+                                 table_->on_orphaned != OnOrphaned::kill;
             if (calls[i].watched != 0)
-                if (const std::string why = stopped_reason(calls[i].watched); !why.empty())
+                if (const std::string why = stopped_reason(calls[i].watched, !is_held);
+                    !why.empty())
                     return give_up(i, calls[i], why);
-            if (Clock::now() >= deadline_of(calls[i]))
+            // What holds memory alone is waited for, however long the storage takes. Not in an undo, where all others wait
+            // to run on: what stands still is left to the worker, which is not killed for that.
+            if ((!is_held || calls[i].undoes) && Clock::now() >= deadline_of(calls[i]))
                 return give_up(i, calls[i],
                                "no answer from the driver within " +
                                    std::to_string(calls[i].timeout_ms) + " ms");
@@ -149,7 +199,10 @@ Worker::Received Worker::receive(std::span<const Call> calls) {
 
 // A driver that answers one call after the other has only begun with it when it has answered the one before.
 Worker::Clock::time_point Worker::deadline_of(const Call& call) const noexcept {
-    return std::max(call.deadline, answered_ + std::chrono::milliseconds(call.timeout_ms));
+    const Clock::time_point moved{
+        Clock::duration(call.moved_at == nullptr ? 0 : call.moved_at->load())};
+    return std::max(call.deadline,
+                    std::max(answered_, moved) + std::chrono::milliseconds(call.timeout_ms));
 }
 
 Worker::Call Worker::call_of(std::uint64_t id, const char* name, int pid, std::uint32_t timeout_ms,
@@ -165,7 +218,7 @@ Worker::Call Worker::call_of(std::uint64_t id, const char* name, int pid, std::u
 
 Worker::Answer Worker::wait(std::span<const Call> calls) {
     Received received = receive(calls);
-    if (under_way_.empty() && !given_up_.empty())
+    if (under_way_.empty() && !given_up_.empty() && may_be_killed())
         kill(); // the driver does not answer it, or its task is dead
     Answer answer{.index = received.index, .error = received.error, .lost = received.lost};
     const Status status = received.reply.status;
@@ -206,8 +259,7 @@ Worker::Call Worker::begin_checkpoint(int pid, pid_t tid) {
     return begin(request, "cuCheckpointProcessCheckpoint", config_.driver_timeout_ms, tid);
 }
 
-Worker::Call Worker::begin_restore(int pid, const std::vector<GpuMove>& moves, pid_t tid) {
-    Request request = request_of(Op::restore, pid);
+void add_moves(Request& request, const std::vector<GpuMove>& moves) {
     if (moves.size() > worker_protocol::kMaxGpus)
         throw Error(Errc::unsupported,
                     "more than " + std::to_string(worker_protocol::kMaxGpus) + " GPUs to map");
@@ -216,6 +268,11 @@ Worker::Call Worker::begin_restore(int pid, const std::vector<GpuMove>& moves, p
         request.move_to[request.move_count] = move.to;
         ++request.move_count;
     }
+}
+
+Worker::Call Worker::begin_restore(int pid, const std::vector<GpuMove>& moves, pid_t tid) {
+    Request request = request_of(Op::restore, pid);
+    add_moves(request, moves);
     return begin(request, "cuCheckpointProcessRestore", config_.driver_timeout_ms, tid);
 }
 
@@ -224,20 +281,46 @@ Worker::Call Worker::begin_unlock(int pid, pid_t tid) {
     return begin(request, "cuCheckpointProcessUnlock", kQuickTimeoutMs, tid);
 }
 
-Worker::Call Worker::begin_undo(Op op, const char* name, const TaskRecord& record, pid_t tid,
-                                std::uint32_t timeout_ms) {
-    Request request = request_of(op, record.pid);
+Worker::Call Worker::begin_of_record(Request& request, const char* name, const TaskRecord& record,
+                                     pid_t tid, std::uint32_t timeout_ms) {
     request.task = static_cast<std::uint32_t>(&record - &table_->tasks[0]);
-    return begin(request, name, timeout_ms, tid);
+    Call call = begin(request, name, timeout_ms, tid);
+    if (worker_protocol::moves_memory(request.op)) {
+        call.direct = &record.direct;
+        call.moved_at = &record.direct.moved_at;
+    }
+    return call;
+}
+
+Worker::Call Worker::begin_checkpoint_direct(const TaskRecord& record, pid_t tid) {
+    Request request = request_of(Op::checkpoint_direct, record.pid);
+    return begin_of_record(request, "cuCheckpointProcessCheckpoint", record, tid,
+                           config_.driver_timeout_ms);
+}
+
+Worker::Call Worker::begin_restore_direct(const TaskRecord& record,
+                                          const std::vector<GpuMove>& moves, pid_t tid) {
+    Request request = request_of(Op::restore_direct, record.pid);
+    add_moves(request, moves);
+    return begin_of_record(request, "cuCheckpointProcessRestore", record, tid,
+                           config_.driver_timeout_ms);
 }
 
 Worker::Call Worker::begin_undo_restore(const TaskRecord& record, pid_t tid) {
-    return begin_undo(Op::undo_restore, "cuCheckpointProcessRestore", record, tid,
-                      config_.driver_timeout_ms);
+    Request request = request_of(Op::undo_restore, record.pid);
+    Call call = begin_of_record(request, "cuCheckpointProcessRestore", record, tid,
+                                config_.driver_timeout_ms);
+    call.undoes = true;
+    return call;
 }
 
 Worker::Call Worker::begin_undo_unlock(const TaskRecord& record, pid_t tid) {
-    return begin_undo(Op::undo_unlock, "cuCheckpointProcessUnlock", record, tid, kQuickTimeoutMs);
+    Request request = request_of(Op::undo_unlock, record.pid);
+    return begin_of_record(request, "cuCheckpointProcessUnlock", record, tid, kQuickTimeoutMs);
+}
+
+void Worker::restore_direct(const TaskRecord& record) {
+    finish(begin_undo_restore(record, watched_));
 }
 
 void Worker::lock(int pid, std::uint32_t timeout_ms) {

@@ -2,6 +2,7 @@
 #include "cuda_plugin/worker_process.hpp"
 
 #include "core/error.hpp"
+#include "cuda_plugin/direct_work.hpp"
 #include "cuda_plugin/driver_library.hpp"
 #include "cuda_plugin/guardian.hpp"
 #include "cuda_plugin/long_calls.hpp"
@@ -22,6 +23,7 @@
 #include <csignal>
 #include <cstring>
 #include <exception>
+#include <iterator>
 #include <memory>
 #include <mutex>
 #include <thread>
@@ -76,7 +78,20 @@ void answer_gpus_of(Driver& driver, int pid, Reply& reply) {
     }
 }
 
-void answer(Driver& driver, const TaskTable& table, const Request& request, Reply& reply) {
+std::vector<Id> gpus_of(const Request& request) {
+    return {request.move_from, request.move_from + request.move_count};
+}
+
+std::vector<GpuMove> moves_of(const Request& request) {
+    std::vector<GpuMove> moves;
+    moves.reserve(request.move_count);
+    for (std::uint32_t i = 0; i < request.move_count; ++i)
+        moves.push_back({request.move_from[i], request.move_to[i]});
+    return moves;
+}
+
+void answer(DriverLibrary& driver, DirectWork& direct, TaskTable& table, const Request& request,
+            Reply& reply) {
     switch (request.op) {
     case Op::is_emulator: reply.value = driver.is_emulator() ? 1 : 0; return;
     case Op::api_version: reply.value = driver.api_version(); return;
@@ -93,14 +108,12 @@ void answer(Driver& driver, const TaskTable& table, const Request& request, Repl
     case Op::state: reply.value = static_cast<std::int64_t>(driver.state(request.pid)); return;
     case Op::lock: driver.lock(request.pid, request.timeout_ms); return;
     case Op::checkpoint: driver.checkpoint(request.pid); return;
-    case Op::restore: {
-        std::vector<GpuMove> moves;
-        moves.reserve(request.move_count);
-        for (std::uint32_t i = 0; i < request.move_count; ++i)
-            moves.push_back({request.move_from[i], request.move_to[i]});
-        driver.restore(request.pid, moves);
+    case Op::restore: driver.restore(request.pid, moves_of(request)); return;
+    case Op::prepare_direct: direct.prepare(driver, gpus_of(request)); return;
+    case Op::checkpoint_direct: direct.checkpoint(driver, table.tasks[request.task]); return;
+    case Op::restore_direct:
+        direct.restore(driver, table.tasks[request.task], moves_of(request));
         return;
-    }
     case Op::unlock: driver.unlock(request.pid); return;
     case Op::undo_restore: undo_restore(table.tasks[request.task], driver); return;
     case Op::undo_unlock: undo_unlock(table.tasks[request.task], driver); return;
@@ -111,11 +124,14 @@ void answer(Driver& driver, const TaskTable& table, const Request& request, Repl
 /// The driver, loaded when first needed: a tree without CUDA never pays for it.
 class LazyDriver {
 public:
-    explicit LazyDriver(const Config& config) noexcept : config_(config) {}
-    Driver& get() {
+    LazyDriver(const Config& config, const UndoImages& images, DirectStore* store)
+        : config_(config), direct_(config, images, store) {}
+    DirectWork& direct() noexcept { return direct_; }
+    DriverLibrary& get() {
         const std::lock_guard lock(mutex_);
         if (!driver_) {
             auto loaded = std::make_unique<DriverLibrary>(config_.driver, config_.nvml);
+            loaded->set_direct(direct_);
             loaded->api_version(); // one call is made before any are made side by side
             driver_ = std::move(loaded);
         }
@@ -124,6 +140,7 @@ public:
 
 private:
     const Config& config_;
+    DirectWork direct_;
     std::mutex mutex_;
     std::unique_ptr<DriverLibrary> driver_;
 };
@@ -157,7 +174,8 @@ std::chrono::milliseconds limit_of(const Request& request, const Config& config)
     using std::chrono::milliseconds;
     if (request.op == Op::lock)
         return milliseconds(request.timeout_ms) + milliseconds(worker_protocol::kGraceMs);
-    if (worker_protocol::takes_long(request.op) || request.op == Op::initialize)
+    if (worker_protocol::takes_long(request.op) || request.op == Op::initialize ||
+        request.op == Op::prepare_direct)
         return milliseconds(config.driver_timeout_ms);
     return milliseconds(worker_protocol::kQuickTimeoutMs);
 }
@@ -179,11 +197,15 @@ bool serve(LazyDriver& driver, const Config& config, TaskTable& table, LongCalls
             return false; // what it had asked before it was gone is not begun any more
         bool is_begun = false;
         const Reply refused = reply_to(request, [&](Reply&) {
-            calls.begin(request.pid, limit_of(request, config), [&driver, &table, socket, request] {
-                send_reply(socket, reply_to(request, [&](Reply& reply) {
-                               answer(driver.get(), table, request, reply);
-                           }));
-            });
+            const MovedAt& moved_at = table.tasks[request.task].direct.moved_at;
+            calls.begin(
+                request.pid, limit_of(request, config),
+                [&driver, &table, socket, request] {
+                    send_reply(socket, reply_to(request, [&](Reply& reply) {
+                                   answer(driver.get(), driver.direct(), table, request, reply);
+                               }));
+                },
+                worker_protocol::moves_memory(request.op) ? &moved_at : nullptr);
             is_begun = true;
         });
         if (!is_begun && !send_reply(socket, refused))
@@ -211,19 +233,25 @@ void kill_when_orphaned(const TaskTable& table, int socket) noexcept {
 } // namespace
 
 void run_worker(const Config& config, TaskTable& table, UndoImages& images, KeyHandover& key,
-                int socket) {
+                DirectStore* store, int socket) {
     // Both are there until the end: threads that hang in the driver use them.
-    LazyDriver driver(config);
+    LazyDriver driver(config, images, store);
     LongCalls calls;
     try {
         key.take(images);
         std::vector<int> keep = images.lineage().descriptors();
         keep.push_back(socket);
+        if (store != nullptr)
+            std::ranges::copy(store->descriptors(), std::back_inserter(keep));
         shed_criu(std::move(keep), "gpustasis-work");
+        ::signal(SIGXFSZ, SIG_IGN); // a file that may not grow is an error of a write, as any other
+        ignore_requests_to_end();
         if (table.on_orphaned == OnOrphaned::kill)
             std::thread([&table, socket] { kill_when_orphaned(table, socket); }).detach();
         const pid_t pid = ::getpid();
-        if (::send(socket, &pid, sizeof(pid), MSG_NOSIGNAL) < 0)
+        // Where criu has died meanwhile serve() sees that at once, and this process may be the only one left to undo.
+        if (::send(socket, &pid, sizeof(pid), MSG_NOSIGNAL) < 0 && errno != EPIPE &&
+            errno != ECONNRESET)
             ::_exit(1);
         if (!serve(driver, config, table, calls, socket)) {
             if (table.on_orphaned == OnOrphaned::kill)

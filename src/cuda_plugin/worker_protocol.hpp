@@ -17,15 +17,18 @@ enum class Op : std::uint32_t {
     gpus,
     gpus_of, ///< value: the GpuSource; text: why_not_all; of a GPU uuid and memory_size
     initialize,
+    prepare_direct, ///< initialize, and DirectWork::prepare() for the GPUs move_from
     restore_thread,
     state,
     lock,
     checkpoint,
     restore,
     unlock,
-    undo_restore, ///< of the record `task` of the table: undo_restore() of undo.hpp
-    undo_unlock,  ///< the same: undo_unlock()
-    quit,         ///< no reply; the worker ends and undoes nothing
+    checkpoint_direct, ///< of the record `task` of the table: DirectWork::checkpoint()
+    restore_direct,    ///< the same: DirectWork::restore()
+    undo_restore,      ///< of the record `task` of the table: undo_restore() of undo.hpp
+    undo_unlock,       ///< the same: undo_unlock()
+    quit,              ///< no reply; the worker ends and undoes nothing
 };
 
 /// What the driver may take long for: of several tasks at once, each answered when it is done.
@@ -35,10 +38,17 @@ constexpr bool takes_long(Op op) noexcept {
     case Op::checkpoint:
     case Op::restore:
     case Op::unlock:
+    case Op::checkpoint_direct:
+    case Op::restore_direct:
     case Op::undo_restore:
     case Op::undo_unlock: return true;
     default: return false;
     }
+}
+
+/// During what memory may move all the time: it takes as long as there is memory.
+constexpr bool moves_memory(Op op) noexcept {
+    return op == Op::checkpoint_direct || op == Op::restore_direct || op == Op::undo_restore;
 }
 
 inline constexpr std::size_t kMaxGpus = 64;

@@ -14,7 +14,7 @@
 
 namespace gpustasis::emulator {
 
-inline constexpr std::uint32_t kChannelMagic = 0x65'6d'63'01;
+inline constexpr std::uint32_t kChannelMagic = 0x65'6d'63'02;
 
 struct ChannelRequest {
     std::uint32_t magic;
@@ -23,6 +23,14 @@ struct ChannelRequest {
     std::uint32_t timeout_ms;
     std::uint32_t pair_count;
     GpuPair pairs[kMaxGpus];
+
+    // Custom storage.
+    std::uint32_t wants_storage; ///< of Checkpoint and Restore: the caller moves the memory
+    std::uint32_t undo;          ///< of complete: the operation is taken back
+    std::uint64_t storage;       ///< of complete: the id of the request that began it
+    std::uint32_t context_count; ///< GPUs whose primary context the caller has retained
+    std::uint32_t reserved;
+    Uuid contexts[kMaxGpus];
 };
 
 struct ChannelReply {
@@ -30,7 +38,7 @@ struct ChannelReply {
     Result result;
     std::uint64_t id;
     ProcessState state;
-    std::uint32_t reserved;
+    std::int32_t table; ///< the target's descriptor of a StorageTable, -1 if there is none
 };
 
 // Written in one piece: pipes keep writes up to PIPE_BUF (4096) whole.

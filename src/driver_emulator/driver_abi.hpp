@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /// Our declarations of the part of the CUDA driver API that the emulator has.
 ///
-/// Source: cuda.h of CUDA 12.8 and 13.0. tests/emulator compares every value and layout here with
+/// Source: cuda.h of CUDA 12.8, 13.0 and 13.5. tests/emulator compares every value and layout here with
 /// the real header, so this one needs no CUDA toolkit to build.
 #pragma once
 
@@ -44,6 +44,7 @@ enum class Result : int {
     system_not_ready = 802,
     system_driver_mismatch = 803,
     stream_capture_unsupported = 900,
+    stream_capture_invalidated = 901,
     unknown = 999,
 };
 
@@ -71,10 +72,22 @@ struct LockArgs { ///< CUcheckpointLockArgs
     std::uint64_t reserved1[7];
 };
 
-/// CUcheckpointCheckpointArgs. From 13.4 on the first field asks for custom storage, which this
-/// emulator refuses; all of it must be zero otherwise.
+struct StorageDevice { ///< CUcheckpointCustomStoragePerDeviceData
+    DevicePtr pointer;
+    std::size_t size;
+    void* stream;
+};
+
+struct StorageInfo { ///< CUcheckpointCustomStorageInfo
+    void* handle;    ///< CUcheckpointOperationHandle
+    StorageDevice* devices;
+    unsigned int device_count;
+};
+
+/// CUcheckpointCheckpointArgs of 13.4; before that all of it is reserved.
 struct CheckpointArgs {
-    std::uint64_t reserved[8];
+    StorageInfo** storage; ///< customStorageInfo_out
+    char reserved[56];
 };
 
 struct GpuPair { ///< CUcheckpointGpuPair
@@ -82,11 +95,13 @@ struct GpuPair { ///< CUcheckpointGpuPair
     Uuid new_uuid;
 };
 
-struct RestoreArgs { ///< CUcheckpointRestoreArgs of 13.0; all reserved in 12.8
+/// CUcheckpointRestoreArgs of 13.4. In 13.0 all behind the count is reserved, in 12.8 all of it.
+struct RestoreArgs {
     const GpuPair* gpu_pairs;
     unsigned int gpu_pair_count;
-    char reserved[44]; // 52 - the size of a pointer
-    std::uint64_t reserved1;
+    unsigned int padding0;
+    StorageInfo** storage; ///< customStorageInfo_out
+    char reserved[40];
 };
 
 struct UnlockArgs { ///< CUcheckpointUnlockArgs
@@ -117,6 +132,9 @@ struct Memcpy2d { ///< CUDA_MEMCPY2D
     std::size_t width_in_bytes;
     std::size_t height;
 };
+
+/// CUstreamCaptureStatus.
+enum class Capture : int { none = 0, active = 1, invalidated = 2 };
 
 /// CUpointer_attribute, those that are answered.
 enum class PointerAttribute : int {

@@ -3,7 +3,7 @@
 /// and the command line. One SOCK_SEQPACKET packet each, host byte order; both ends are of one
 /// machine, and kWireMagic changes with any layout here.
 ///
-/// A connection is either short (info, plan, admin: one request, one reply, closed) or a client's:
+/// A connection is either short (info, plan, admin, links: one request, one reply, closed) or a client's:
 /// attach_client makes the daemon fork a worker that owns the client's VRAM from then on.
 #pragma once
 
@@ -15,7 +15,7 @@
 
 namespace gpustasis::emulator {
 
-inline constexpr std::uint32_t kWireMagic = 0x65'6d'75'05;
+inline constexpr std::uint32_t kWireMagic = 0x65'6d'75'06;
 inline constexpr unsigned kMaxGpus = 16;
 inline constexpr unsigned kMaxClients = 1024;
 inline constexpr int kFirstPciBus = 0xe0;
@@ -39,6 +39,7 @@ enum class WireOp : std::uint32_t {
     find_function, ///< FunctionRequest -> FunctionReply
     launch,        ///< LaunchRequest + parameter bytes, no reply: see CompletionPage
     processes,     ///< ProcessesRequest -> ProcessList
+    links,         ///< WireHeader -> WireReply + fd of the LinkPage
 };
 
 struct WireHeader {
@@ -83,8 +84,16 @@ enum class StagingKind : std::uint32_t {
 };
 
 /// The operations that faults and delays can be attached to.
-enum class Operation : std::uint32_t { init, get_state, lock, checkpoint, restore, unlock };
-inline constexpr unsigned kOperationCount = 6;
+enum class Operation : std::uint32_t {
+    init,
+    get_state,
+    lock,
+    checkpoint,
+    restore,
+    unlock,
+    complete, ///< of a Checkpoint or Restore with custom storage
+};
+inline constexpr unsigned kOperationCount = 7;
 
 enum class FaultAction : std::uint32_t {
     none,
@@ -135,6 +144,9 @@ struct OperationPlan {
     std::uint32_t lock_drain_ms = 0;
     std::uint32_t d2h_ms_per_gib = 0; ///< of each GPU, at least this long; 0 = as fast as memory
     std::uint32_t h2d_ms_per_gib = 0;
+    std::uint32_t direct_d2h_ms_per_gib = 0; ///< of each GPU, for what a caller copies itself
+    std::uint32_t direct_h2d_ms_per_gib = 0;
+    std::uint32_t undefined = 0;    ///< Restore fills memory that a caller shall write
     std::uint32_t staging = 0;      ///< StagingKind
     std::uint32_t lingering_ms = 0; ///< how long a helper thread outlives a Checkpoint
     std::uint32_t leftovers = 0;    ///< helper threads leave a malloc arena and a stack behind
@@ -208,6 +220,12 @@ struct CompletionPage {
     std::atomic<std::uint32_t> ticks;           ///< futex, moves with `completed`
     std::atomic<std::int32_t> error;            ///< sticky CUresult of a launch that failed
     std::atomic<std::uint64_t> done_ns[kTimes]; ///< CLOCK_MONOTONIC, at [sequence % kTimes]
+};
+
+/// Until when the GPUs' links are taken, by CLOCK_MONOTONIC: a memfd that the daemon makes and whoever
+/// copies has mapped. [GPU][0: to the host, 1: to the device]
+struct LinkPage {
+    std::atomic<std::uint64_t> busy_until_ns[kMaxGpus][2];
 };
 
 } // namespace gpustasis::emulator

@@ -50,7 +50,7 @@ std::string text_of(const DropRecord& record) {
          << record.task.pid_namespace << ' ' << record.task.inner_pid << ' '
          << record.task.start_time << '\n'
          << record.pid << ' ' << record.seen_from << ' ' << record.signals << ' '
-         << record.was_locked << '\n'
+         << record.was_locked << ' ' << record.handed_over << ' ' << record.filled << '\n'
          << id_text(record.boot_id) << '\n'
          << id_text(record.checkpoint_id) << '\n'
          << id_text(record.digest) << '\n'
@@ -85,6 +85,10 @@ DropRecord parse(const std::string& content) {
         record.signals = 0;
     if (!(words >> record.was_locked)) // nor this
         record.was_locked = false;
+    if (!(words >> record.handed_over)) // nor this
+        record.handed_over = false;
+    if (!(words >> record.filled)) // nor this
+        record.filled = false;
     record.boot_id = parse_id(line());
     record.checkpoint_id = parse_id(line());
     record.digest = parse_id(line());
@@ -192,6 +196,29 @@ std::vector<DropRecord> DropRecords::list() {
             ::unlinkat(dir.get(), entry->d_name, 0);
     }
     return records;
+}
+
+void begin_filling(const TaskIdentity& task) {
+    if (const auto record = DropRecords({}, DropRecords::kCheckpointed).find(task))
+        DropRecords({}, DropRecords::kFilling).write(*record);
+}
+
+void note_filled(const TaskIdentity& task) noexcept {
+    try {
+        DropRecords records({}, DropRecords::kFilling);
+        if (auto record = records.find(task)) {
+            record->filled = true;
+            records.write(*record);
+        }
+    } catch (const std::exception&) { // NOLINT(bugprone-empty-catch): see drop_record.hpp
+    }
+}
+
+void end_filling(const TaskIdentity& task) noexcept {
+    try {
+        DropRecords({}, DropRecords::kFilling).remove(task);
+    } catch (const std::exception&) { // NOLINT(bugprone-empty-catch): see drop_record.hpp
+    }
 }
 
 bool give_signals_back(pid_t pid, pid_t restore_thread) {

@@ -28,13 +28,15 @@ struct DropRecord {
     std::uint64_t seen_from = 0; ///< inode of the pid namespace that `pid` counts in
     std::uint64_t signals = 0;   ///< that its restore thread blocked before the dump; 0: not known
     bool was_locked = false;     ///< when the dump began: it is left so
-    Id boot_id{};                ///< a record of another boot counts for nothing
-    Id checkpoint_id{};          ///< of the dump
-    Id digest{};                 ///< of the image; all zero: there was none yet
-    std::string image;           ///< file name in the image directory
-    std::uint64_t device = 0;    ///< st_dev of the image directory
-    std::uint64_t inode = 0;     ///< st_ino of the image directory
-    std::string directory;       ///< path of the image directory, as the dump saw it
+    bool handed_over = false; ///< its GPU memory, by the driver to the dump: the image alone has it
+    bool filled = false; ///< of kFilling: every byte is there, and the driver may have been told
+    Id boot_id{};        ///< a record of another boot counts for nothing
+    Id checkpoint_id{};  ///< of the dump
+    Id digest{};         ///< of the image; all zero: there was none yet
+    std::string image;   ///< file name in the image directory
+    std::uint64_t device = 0; ///< st_dev of the image directory
+    std::uint64_t inode = 0;  ///< st_ino of the image directory
+    std::string directory;    ///< path of the image directory, as the dump saw it
 
     bool operator==(const DropRecord&) const = default;
 };
@@ -47,6 +49,8 @@ class DropRecords {
 public:
     static constexpr const char* kDropped = "dropped";
     static constexpr const char* kCheckpointed = "checkpointed"; ///< a directory beside that one
+    /// Another one: the driver waits for GPU memory of the task, which is being copied into it.
+    static constexpr const char* kFilling = "filling";
 
     /// `base`: in place of /run or /run/user/UID; for tests. It must exist.
     explicit DropRecords(std::string base = {}, std::string kind = kDropped);
@@ -74,6 +78,16 @@ private:
     std::string base_;
     std::string kind_;
 };
+
+/// A task that a dump has had the driver checkpoint gets its GPU memory back from now on: should this process die, whatever
+/// the driver makes of the task then, nobody may take it for whole. Nothing where there is no record of the checkpoint.
+/// Throws as DropRecords::find() and write().
+void begin_filling(const TaskIdentity& task);
+/// Every byte is there, and the driver is about to be told: a task that is locked from now on is whole, whether or not its
+/// record is removed; one that still is RESTORING, or FAILED, is not. Where that cannot be noted the record stays as it is.
+void note_filled(const TaskIdentity& task) noexcept;
+/// The driver has completed it, or has refused. A record that cannot be removed stays: it says what is true.
+void end_filling(const TaskIdentity& task) noexcept;
 
 /// If a dump that was killed has left the restore thread of process `pid` its own signal mask, kAllButSigtrap, give that
 /// thread the mask of the record of the checkpoint. Whoever waits for a signal that all threads take, as setuid(3) does,

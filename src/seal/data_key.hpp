@@ -15,7 +15,7 @@
 namespace gpustasis::seal {
 
 /// 256 bits that belong to one sealed_id. What was read from an envelope opens frames and cannot
-/// seal any: only a FreshKey (frame_cipher.hpp) can.
+/// seal any: only a FreshKey (frame_cipher.hpp) can, and the process that it has left a file to.
 class DataKey {
 public:
     static constexpr std::size_t kSize = 32;

@@ -80,9 +80,22 @@ void FrameSealer::seal(FrameNumber&& number, Bytes associated, Bytes plain, MutB
             "cannot end a frame");
 }
 
-FrameSealer FreshKey::sealer(std::uint32_t file_id, Bytes header) {
+void FreshKey::use_up(std::uint32_t file_id) {
+    if (only_ && *only_ != file_id)
+        throw Error(Errc::bad_argument, "file " + std::to_string(file_id) +
+                                            " is not the one that was left to this process, " +
+                                            std::to_string(*only_));
     if (!given_.insert(file_id).second)
-        throw Error(Errc::bad_argument, "file " + std::to_string(file_id) + " has its sealer");
+        throw Error(Errc::bad_argument,
+                    "file " + std::to_string(file_id) + " has its sealer, here or elsewhere");
+}
+
+void FreshKey::leave(std::uint32_t file_id) {
+    use_up(file_id);
+}
+
+FrameSealer FreshKey::sealer(std::uint32_t file_id, Bytes header) {
+    use_up(file_id);
     return FrameSealer(frame_key(key_, file_id, header));
 }
 

@@ -4,9 +4,9 @@
 ///
 /// No nonce is used twice under a key. The nonce is the number of the frame. The key of the
 /// frames is made of the data key for one file of one checkpoint (frame_key()). A data key that can
-/// seal is random and made by FreshKey alone, which gives a sealer for a file once; a sealer gives
-/// each number once, and sealing uses it up, also where it fails. What was read from an envelope
-/// (DataKey) only opens.
+/// seal is random and made by FreshKey alone, which gives a sealer for a file once, or leaves the file to
+/// another process, once; a sealer gives each number once, and sealing uses it up, also where it fails. What was
+/// read from an envelope (DataKey) only opens.
 #pragma once
 
 #include "core/bytes.hpp"
@@ -16,6 +16,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <set>
 #include <utility>
 
@@ -71,11 +72,19 @@ private:
     std::atomic<std::uint64_t> next_ = 0;
 };
 
-/// A data key that was made here, and so has sealed nothing yet.
+/// A data key that was made here, and so has sealed nothing yet; or one file's share of it, in another process.
 class FreshKey {
 public:
     /// Throws Error: io.
     FreshKey() : key_(DataKey::random()) {}
+
+    /// For the process alone that the owner of the fresh key has handed `key` to, and for a file that the owner has left
+    /// to it by leave(): this seals that file and no other. Once for a number, also where sealing fails: the number is
+    /// used up, in memory that both processes share, before this is called, so that no second sealer of the file, whose
+    /// nonces would be the same, is made in any process. Throws Error: io.
+    static FreshKey of_left_file(const DataKey& key, std::uint32_t file_id) {
+        return {key.at_depth(0), file_id};
+    }
 
     const DataKey& key() const noexcept { return key_; }
     /// The checkpoint is built on that of `parent`, whose key only opens. Before the key is wrapped; seals as
@@ -85,9 +94,16 @@ public:
     void build_on_nothing() noexcept { key_.forget_ancestors(); }
     /// For the file `file_id` with this header; once for each file. Throws Error: bad_argument, io.
     FrameSealer sealer(std::uint32_t file_id, Bytes header);
+    /// The file `file_id` is another process's to seal (of_left_file()): this never does. Throws Error: bad_argument
+    /// if it has its sealer, or was left before.
+    void leave(std::uint32_t file_id);
 
 private:
+    FreshKey(DataKey key, std::uint32_t only) : key_(std::move(key)), only_(only) {}
+    void use_up(std::uint32_t file_id);
+
     DataKey key_;
+    std::optional<std::uint32_t> only_{}; ///< the one file that this seals; none: any
     std::set<std::uint32_t> given_;
 };
 

@@ -61,6 +61,17 @@ SealedOutput::~SealedOutput() {
         wipe(frame.plain);
 }
 
+bool SealedOutput::reserve(std::uint64_t size) {
+    const std::uint32_t step = options_.frame_size;
+    const std::uint64_t content_end = end_of_frames(kSealedHeaderSize, size, step);
+    const std::uint64_t index_end = end_of_frames(content_end, index_of(size).size(), step);
+    return writing([&] { return blocks_.reserve(index_end + kFrameOverhead + kEndSize); });
+}
+
+std::vector<std::byte> SealedOutput::index_of(std::uint64_t size) const {
+    return encode_index({{{options_.name, kMode, size, now_ns()}}, options_.others});
+}
+
 void SealedOutput::write(std::uint64_t offset, MutBytes buffer, std::size_t size) {
     fill(offset, Bytes(buffer).first(size), format::align_up(size, options_.alignment));
 }
@@ -163,6 +174,11 @@ void SealedOutput::write_frame(FrameNumber&& number, FrameKind kind, Bytes plain
 }
 
 void SealedOutput::commit(std::uint64_t size) {
+    end(size);
+    publish();
+}
+
+void SealedOutput::end(std::uint64_t size) {
     const std::uint32_t step = options_.frame_size;
     const std::uint64_t frames = frames_for(size, step);
     // With a frame that failed goes its number: zeros, or nothing, would be in its place.
@@ -182,8 +198,7 @@ void SealedOutput::commit(std::uint64_t size) {
                         static_cast<std::size_t>(std::min<std::uint64_t>(step, size - offset))),
                     end_of_frames(kSealedHeaderSize, offset, step));
     }
-    const std::vector<std::byte> index =
-        encode_index({{{options_.name, kMode, size, now_ns()}}, options_.others});
+    const std::vector<std::byte> index = index_of(size);
     if (index.size() > kMaxIndexSize)
         throw Error(Errc::bad_argument, "more files than a sealed file can list");
     std::uint64_t at = end_of_frames(kSealedHeaderSize, size, step);
@@ -198,8 +213,12 @@ void SealedOutput::commit(std::uint64_t size) {
     write_frame(sealer_.take(), FrameKind::end, encode_end(end), at);
     writing([&] {
         blocks_.finish(end.file_size);
-        part_.commit();
+        part_.sync();
     });
+}
+
+void SealedOutput::publish() {
+    writing([this] { part_.commit(); });
 }
 
 } // namespace gpustasis::seal

@@ -37,13 +37,21 @@ public:
     SealedOutput(FreshKey& key, int dir, Options options);
     ~SealedOutput() override;
 
+    /// As FileOutput::reserve(): room for all that is sealed of a file of `size` bytes. Throws Error: OutputError if
+    /// there is none.
+    bool reserve(std::uint64_t size);
+
     void write(std::uint64_t offset, MutBytes buffer, std::size_t size) override;
     void put(std::uint64_t offset, Bytes bytes) override;
     /// Throws Error: bad_argument also after a put that failed, or behind `size`.
     void commit(std::uint64_t size) override;
+    /// The first part of commit(): all is on the medium, and has no name yet. Nothing more is put. Throws as that.
+    void end(std::uint64_t size);
+    /// The second part, after end(). Throws Error: OutputError.
+    void publish();
     bool is_direct() const noexcept override { return blocks_.is_direct(); }
 
-    /// What kSealedFile has to list. After commit().
+    /// What kSealedFile has to list. After end().
     OtherFile listed() const noexcept { return {options_.file_id, end_tag_}; }
 
 private:
@@ -55,6 +63,7 @@ private:
     };
     using OpenFrames = std::map<std::uint64_t, OpenFrame>; ///< by number
 
+    std::vector<std::byte> index_of(std::uint64_t size) const;
     void fill(std::uint64_t offset, Bytes bytes, std::uint64_t padded);
     void seal_whole(std::uint64_t offset, Bytes plain);
     void fill_frame(std::uint64_t offset, Bytes piece, std::uint64_t padded);

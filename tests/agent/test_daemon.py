@@ -77,9 +77,10 @@ def test_a_killed_agent_leaves_no_job_frozen_and_the_next_one_says_what_became_o
             os.kill(pid, signal.SIGKILL)
     agent.start()
     known = agent.wait_for_state(found["id"], "done", "interrupted")
-    # A criu that nobody answers any more whether it may end the job gives up.
-    whole = not criu_too and not stop
-    assert known["state"] == ("done" if whole else "interrupted"), known
+    # A criu that nobody answers any more whether it may end the job gives up, with all written.
+    whole = not criu_too
+    assert known["state"] == ("done" if whole and not stop else "interrupted"), known
+    assert ("was not ended" in known["note"]) == (whole and stop)
     assert "the agent ended while it was at work" in known["error"] + known["note"]
     assert "runs" in known["note"], known
     task = read_task(job.pid)
@@ -90,7 +91,7 @@ def test_a_killed_agent_leaves_no_job_frozen_and_the_next_one_says_what_became_o
     emulator.clear_faults()
     with agent.client() as client:
         assert client.checkpoint(pid=job.pid)["state"] == "done"
-    # What failed is removed, what was good stays.
+    # What failed is removed, what is whole stays.
     assert place.exists() == whole
     reap_workers()
 
@@ -121,13 +122,13 @@ def test_a_service_tells_systemd(agents: Agents, tmp_path: Path) -> None:
         sock.settimeout(SETTLE_S)
         agent._environ = dict(agent._environ) | {
             "NOTIFY_SOCKET": str(place),
-            "WATCHDOG_USEC": "400000",
+            "WATCHDOG_USEC": "2000000",
         }
         agent.start(ready=False)
         assert sock.recv(100) == b"READY=1"
         begun = time.monotonic()
         assert [sock.recv(100) for _ in range(4)] == [b"WATCHDOG=1"] * 4
-        assert time.monotonic() - begun < 4 * 0.4
+        assert time.monotonic() - begun < 4 * 2
         assert agent.stop() == 0
         while (said := sock.recv(100)) == b"WATCHDOG=1":
             pass

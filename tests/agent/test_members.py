@@ -35,7 +35,7 @@ from gpustasis.jobs.store import Put
 from gpustasis.jobs.visits import Visit
 from gpustasis.task import boot_id, read_task
 from support.job_ranks import namespace, tables
-from support.ring import put_nft
+from support.packet_filters import put_nft
 
 A, B = "a" * 64, "b" * 64
 KEYS = Keys("job")

@@ -25,8 +25,11 @@ CPP_ARROWS = {
     "dirty_tracker": {"dirty_tracker", "tracee", "core"},
     "dropped_memory": {"dropped_memory", "tracee", "core"},
     "seal": {"seal", "core"},
-    "bindings": {"bindings", "dirty_tracker", "dropped_memory", "seal", "core"},
-    "cuda_plugin": {"cuda_plugin", "dropped_memory", "seal", "tracee", "core"},
+    "bindings": {
+        *("bindings", "device_memory", "dirty_tracker", "dropped_memory", "seal", "core"),
+    },
+    "device_memory": {"device_memory", "core"},
+    "cuda_plugin": {"cuda_plugin", "device_memory", "dropped_memory", "seal", "tracee", "core"},
     "rank_script": {"rank_script", "tracee", "core"},
     "driver_emulator": {"driver_emulator"},
 }
@@ -54,7 +57,13 @@ PYTHON_ARROWS = {
     "nccl": set[str](),
     "job": {"errors"},
     "task": {"errors"},
-    "_core": {"_core_dirty", "_core_requirements", "_core_seal", "_core_signature"},  # stubs only
+    "_core": {
+        "_core_arena",
+        "_core_dirty",
+        "_core_requirements",
+        "_core_seal",
+        "_core_signature",
+    },  # stubs only
     "watching": {"errors", "_core", "planning"},
     "planning": set[str](),
     "verifying": {"errors"},
@@ -62,6 +71,8 @@ PYTHON_ARROWS = {
     "dump_time": {"text"},
     "locked_file": set[str](),
     "image": {"errors", "_core", "criu", "files"},
+    "draining": {"errors", "_core", "criu", "files", "image", "process"},
+    "peers": {"errors", "_core", "criu", "files", "image", "draining", "streaming"},
     "archive": {"errors", "_core", "image", "criu", "process", "files"},
     "sealing": {"errors", "_core", "image", "criu", "process", "files"},
     "streaming": {"errors", "_core", "image", "criu", "files", "task", "recovery", "sealing"},
@@ -73,12 +84,12 @@ PYTHON_ARROWS = {
     "install": {"errors", "files", "process", "criu"},
     "recovery": {"errors", "driver", "dumped", "task", "_core", "dump_records"},
     "dump_records": {"errors", "task", "_core"},
-    "dumped": {"errors", "_core", "criu"},
+    "dumped": {"errors", "_core", "criu", "dump_records"},
     "emulator": {"errors", "files", "process"},
     "jobs": {
         *("errors", "files", "criu", "driver", "image", "_core", "process", "recovery", "task"),
         *("streaming", "verifying", "nvml", "intervals", "nccl", "job", "dump_time"),
-        *("locked_file", "answering"),
+        *("locked_file", "answering", "draining", "peers"),
     },
     "preemption": {
         *("errors", "_core", "criu", "files", "image", "nvml", "process", "recovery", "task"),
@@ -97,7 +108,7 @@ PYTHON_ARROWS = {
         *("__init__", "errors", "process", "driver", "nvml", "image", "criu"),
         *("recovery", "emulator", "diagnosis", "_core", "files", "preemption", "agent"),
         *("watching", "archive", "install", "runtimes", "sealing", "streaming", "text"),
-        *("planning", "jobs", "verifying", "intervals", "nccl"),
+        *("planning", "jobs", "verifying", "intervals", "nccl", "draining", "peers"),
     },
 }
 # The same for the parts of gpustasis_bench. What of gpustasis they may use has no name of a part of

@@ -3,12 +3,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,35 +18,30 @@ from gpustasis_bench.bench.ciphers import end_agent, make_keys
 from gpustasis_bench.bench.contenders import CONTENDERS, OURS
 from gpustasis_bench.bench.content import Content, make_content, read_content
 from gpustasis_bench.bench.course import Course
-from gpustasis_bench.bench.markdown import write_page
-from gpustasis_bench.bench.medium import Medium, filesystem_of, remove_leftovers, resident_share
+from gpustasis_bench.bench.markdown import (
+    BEGIN,
+    DOWNTIME_BEGIN,
+    DOWNTIME_END,
+    END,
+    require_place,
+    write_page,
+)
+from gpustasis_bench.bench.medium import Medium, filesystem_of, remove_leftovers
 from gpustasis_bench.bench.programs import compile_program
 from gpustasis_bench.contents.layout import ContentWriter
 from gpustasis_bench.errors import BenchError, WrongMemoryError
 from gpustasis_bench.roots import require_root
 from support import criu_roots
+from support.bench import run_bench
 
 MIB = 1 << 20
 TMPFS = Path("/dev/shm")
+DOWNTIME = f"{DOWNTIME_BEGIN}\nof another run\n{DOWNTIME_END}\n"
 
 
 @pytest.fixture
 def newest_criu() -> Criu:
     return criu_roots.newest_criu()
-
-
-def run_bench(environ: dict[str, str], work: Path, *words: str) -> dict[str, Any]:
-    """The report of a run of the command."""
-    out = work / "bench.json"
-    command = [sys.executable, "-m", "gpustasis_bench.bench", "--size", "0.03125", "--pairs", "1"]
-    command += ["--work", str(work / "bench"), "--out", str(out), *words]
-    ended = subprocess.run(
-        command, env=environ, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert "EMULATOR" in ended.stdout
-    report: dict[str, Any] = json.loads(out.read_text())
-    return report
 
 
 def test_a_short_run(emulator_environ: dict[str, str], tmp_path: Path, repository: Path) -> None:
@@ -89,17 +82,18 @@ def test_a_short_run(emulator_environ: dict[str, str], tmp_path: Path, repositor
     assert not list(TMPFS.glob(f"gpustasis-bench-{os.getpid()}-*"))
 
     page = tmp_path / "page.md"
-    page.write_text("before\n<!-- bench:begin -->\nstale\n<!-- bench:end -->\nafter\n")
+    page.write_text(f"before\n{DOWNTIME}<!-- bench:begin -->\nstale\n<!-- bench:end -->\nafter\n")
     for _ in range(2):  # again over what it wrote
         write_page(whole, page, Path("plot.svg"))
     text = page.read_text()
-    assert text.startswith("before\n<!-- bench:begin -->\nTaken on ")
+    assert text.startswith(f"before\n{DOWNTIME}<!-- bench:begin -->\nTaken on ")
     assert text.endswith("<!-- bench:end -->\nafter\n")
     assert "stale" not in text
     assert text.count("| random | ours |") == 1
     assert "**emulator**" in text
-    # The page in the tree has its place.
-    assert (repository / "docs/performance.md").read_text().count("<!-- bench:begin -->") == 1
+    # The page in the tree has its places.
+    require_place(repository / "docs/performance.md", BEGIN, END)
+    require_place(repository / "docs/performance.md", DOWNTIME_BEGIN, DOWNTIME_END)
 
 
 def test_cpu_memory_is_stored_by_ours_and_comes_back(
@@ -130,7 +124,7 @@ def test_cpu_memory_is_stored_by_ours_and_comes_back(
         bound["name"] for bound in whole["bounds"]
     }
     page = tmp_path / "page.md"
-    page.write_text("<!-- bench:begin -->\n<!-- bench:end -->\n")
+    page.write_text(f"{DOWNTIME}<!-- bench:begin -->\n<!-- bench:end -->\n")
     write_page(whole, page, Path("plot.svg"))
     assert page.read_text().count("| cpu | ours | tmpfs |") == 1
 
@@ -157,7 +151,7 @@ def test_sealed_checkpoints_are_measured_beside_packed_ones_and_others(
     stages = ("dump", "restore")
     assert {f"sealed {stage}, over one that is packed alone" for stage in stages} <= names
     page = tmp_path / "page.md"
-    page.write_text("<!-- bench:begin -->\n<!-- bench:end -->\n")
+    page.write_text(f"{DOWNTIME}<!-- bench:begin -->\n<!-- bench:end -->\n")
     write_page(whole, page, Path("plot.svg"))
     assert page.read_text().count("| stock, openssl enc | tmpfs |") == 1
 
@@ -368,19 +362,6 @@ def test_a_dump_that_fails_says_why(course: Course, content: Content, medium: Me
         pytest.raises(BenchError, match="cannot open the parent"),
     ):
         course.checkpointing.dump(target, images, CONTENDERS[OURS], medium.folder / "none")
-
-
-def test_cold_files_are_cold(medium: Medium) -> None:
-    path = medium.folder / "sub" / "file"
-    path.parent.mkdir()
-    path.write_bytes(os.urandom(4 * MIB))
-    assert resident_share([path]) == 1.0
-    how = medium.cool([path.parent])
-    if medium.in_memory:
-        assert (how, resident_share([path])) == ("in memory", 1.0)
-    else:
-        assert how.startswith("POSIX_FADV_DONTNEED")
-        assert resident_share([path]) <= 0.01
 
 
 def test_what_a_killed_run_left_is_removed(tmp_path: Path) -> None:

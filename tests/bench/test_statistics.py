@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from gpustasis_bench.bench.bounds import evaluate, in_turn_seconds, unavoidable_seconds
+from gpustasis_bench.bench.bounds import Bound, evaluate, in_turn_seconds, unavoidable_seconds
 from gpustasis_bench.bench.statistics import (
     Round,
     disagreements,
@@ -194,9 +194,33 @@ def test_a_bound_is_met_or_missed_as_it_was_measured() -> None:
         assert by_name["inference stored bytes, ours over stock"]["met"] is False
 
 
+@pytest.mark.parametrize(
+    ("sign", "mean", "low", "high", "met", "proven"),
+    [
+        (">=", 3.5, 3.1, 4.0, True, True),
+        (">=", 3.5, 2.9, 4.0, True, False),
+        (">=", 2.5, 2.1, 2.9, False, True),
+        (">=", 2.5, 2.1, 3.0, False, False),
+        ("<=", 2.5, 2.1, 2.9, True, True),
+        ("<=", 2.5, 2.1, 3.1, True, False),
+        ("<=", 3.5, 3.1, 4.0, False, True),
+        ("<=", 3.5, 3.0, 4.0, False, False),
+        (">=", 3.5, None, None, True, None),
+    ],
+)
+def test_a_bound_is_proven_where_all_of_its_interval_is_on_the_side_of_its_mean(
+    sign: str, mean: float, low: float | None, high: float | None, met: bool, proven: bool | None
+) -> None:
+    ratio = {"mean": mean, "low": low, "high": high}
+    bound = Bound.of_ratio("a dump", sign, 3, "disk", ratio)
+    assert (bound.met, bound.proven, bound.bound) == (met, proven, f"{sign} 3")
+
+
 def test_a_bound_that_cannot_be_measured_is_not_met() -> None:
     found = evaluate(report_of(measured("ours", 0, 1.0)))
-    assert [(each["measured"], each["met"]) for each in found] == [(None, False)] * 3
+    assert [(each["measured"], each["met"], each["proven"]) for each in found] == [
+        (None, False, None)
+    ] * 3
 
 
 def test_the_best_possible_comes_from_the_slowest_thing_that_must_be_done() -> None:

@@ -13,7 +13,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from random import Random
@@ -136,9 +136,14 @@ def run_dumps(
 
 def run_restores(rig: Rig, codes: tuple[int, ...] = CODES, *, slow: bool = True) -> Tally:
     """One restore for each fault, of one checkpoint; then one without."""
+    return refuse_restores(rig, restore_faults(codes, slow))
+
+
+def refuse_restores(rig: Rig, faults: Iterable[Fault]) -> Tally:
+    """The same of these faults."""
     tally = Tally()
     checkpoint = damage.take(rig, mib=2, children=1)
-    for fault in restore_faults(codes, slow):
+    for fault in faults:
         _add(rig, fault)
         tally.counts["trials"] += 1
         try:

@@ -125,7 +125,7 @@ def run(
             users = [pid for pid in job.pids if with_worker and restore_thread(pid)]  # of CUDA
             by_calls = index % 2 == 0
             point, proofs = kill.aim(words, random, fewest, calls[fewest], spans[fewest], by_calls)
-            phase = _phase(images, phases)
+            phase = phase_in_log(images, phases)
             hits[phase] += kill.done
             tally.counts.update(["trials", f"in {phase}"] if kill.done else ["too late"])
             try:
@@ -136,7 +136,8 @@ def run(
                 now = job.threads()
                 # While CRIU dumps tasks, which signals a thread had blocked is lost with it.
                 if plugin and phase != losses.CRIUS_PHASE:
-                    assert now == threads, f"its threads have changed: {_changed(threads, now)}"
+                    changed = describe_changes(threads, now)
+                    assert not changed, f"its threads have changed: {changed}"
                 after(images)
                 if (images / "gpustasis-undo.log").exists():
                     tally.counts["brought back by the worker"] += 1
@@ -159,7 +160,7 @@ def run(
     return tally
 
 
-def _changed(before: Mapping[int, Thread], now: Mapping[int, Thread]) -> str:
+def describe_changes(before: Mapping[int, Thread], now: Mapping[int, Thread]) -> str:
     tids = sorted(before.keys() | now.keys())
     return "; ".join(
         f"{tid}: {before.get(tid)}, then {now.get(tid)}"
@@ -235,7 +236,7 @@ def _measure(
     spans: dict[str, list[float]] = {name: [] for name in phases}
     phase, begun = "start", time.monotonic()
     while criu.poll() is None:
-        found, now = _phase(images, phases), time.monotonic()
+        found, now = phase_in_log(images, phases), time.monotonic()
         if found != phase:
             spans.setdefault(phase, []).append(now - begun)
             phase, begun = found, now
@@ -372,7 +373,7 @@ def _log(images: Path) -> str:
     return log.read_text(errors="replace") if log.exists() else ""
 
 
-def _phase(images: Path, phases: Sequence[str]) -> str:
+def phase_in_log(images: Path, phases: Sequence[str]) -> str:
     """In which of these phases a dump is, or was killed, by criu's log."""
     text = _log(images)
     phase = next(name for name in reversed(phases) if _PHASES[name] in text)

@@ -54,7 +54,7 @@ class SteadyJob(Job):
 
         options: the program's, with "_" for "-": mib, pinned_kib, registered_kib, children,
         plain_children, plain_threads, seed, cuda, module, streams, late_children, forked_children,
-        alike, shared_mib.
+        alike, shared_mib, gpus.
         """
         words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
         argv = [str(program), *(part for word in words for part in word.split("="))]

@@ -4,8 +4,15 @@
 #include "core/block_output.hpp"
 #include "core/direct_io.hpp"
 
+#include <algorithm>
 #include <cstddef>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
 #include <memory>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -59,6 +66,62 @@ void one_that_is_too_small_is_not_given() {
     CHECK(pool.kept() == 0);
 }
 
+// Each begins where the one before it ends, and the first at a huge page: a request of several pages is one piece.
+void those_that_are_made_together_lie_side_by_side() {
+    constexpr std::size_t kHugePage = std::size_t{2} << 20;
+    constexpr std::size_t kSize = 300 << 10; // rounded up to whole pages already
+    for (const std::size_t count : {8U, 64U}) {
+        std::vector<AlignedBuffer> made = AlignedBuffer::side_by_side(count, kSize);
+        CHECK(made.size() == count);
+        std::byte* at = made.front().bytes().data();
+        CHECK(reinterpret_cast<std::uintptr_t>(at) % kHugePage == 0);
+        for (AlignedBuffer& one : made) {
+            CHECK(one.bytes().size() == kSize && one.bytes().data() == at);
+            std::ranges::fill(one.bytes(), std::byte{0xa5});
+            at += kSize;
+        }
+        std::vector<AlignedBuffer> last; // which keeps the memory of all
+        last.push_back(std::move(made.back()));
+        made.clear();
+        CHECK(std::ranges::count(last.front().bytes(), std::byte{0xa5}) == kSize);
+    }
+}
+
+void the_pool_makes_several_at_once() {
+    BufferPool pool;
+    AlignedBuffer first = pool.take(kBlock);
+    CHECK(pool.kept() == BufferPool::kMadeAtOnce - kBlock);
+    AlignedBuffer next = pool.take(kBlock);
+    const auto apart = first.bytes().data() - next.bytes().data();
+    CHECK(static_cast<std::size_t>(std::abs(apart)) < BufferPool::kMadeAtOnce);
+}
+
+// The kernel is asked for huge pages: it says of the mapping "hg" among its flags.
+void they_may_lie_on_huge_pages() {
+    std::vector<AlignedBuffer> made = AlignedBuffer::side_by_side(8, kBlock);
+    const auto at = reinterpret_cast<std::uintptr_t>(made.front().bytes().data());
+    std::ifstream maps("/proc/self/smaps");
+    bool is_it = false;
+    bool asked = false;
+    for (std::string line; std::getline(maps, line);) {
+        unsigned long long begin = 0;
+        unsigned long long end = 0;
+        if (std::sscanf(line.c_str(), "%llx-%llx ", &begin, &end) == 2)
+            is_it = begin <= at && at < end;
+        else if (is_it && line.starts_with("VmFlags:"))
+            asked = line.find(" hg") != std::string::npos;
+    }
+    CHECK(asked || !std::filesystem::exists("/sys/kernel/mm/transparent_hugepage"));
+}
+
+void few_and_small_ones_are_made_alone() {
+    CHECK(AlignedBuffer::side_by_side(0, kBlock).empty());
+    CHECK(AlignedBuffer::side_by_side(3, 0).back().bytes().empty());
+    std::vector<AlignedBuffer> made = AlignedBuffer::side_by_side(2, kDirectAlignment - 1);
+    CHECK(made.size() == 2 && made.back().bytes().size() == kDirectAlignment);
+    CHECK(is_aligned(made.back().bytes()));
+}
+
 void that_of_the_process_goes_with_who_has_it() {
     std::shared_ptr<BufferPool> mine = BufferPool::of_process();
     std::shared_ptr<BufferPool> others = BufferPool::of_process();
@@ -76,5 +139,9 @@ int main() {
     blocks_of_all_threads_that_wait_for_a_device_are_kept();
     memory_is_bounded();
     one_that_is_too_small_is_not_given();
+    those_that_are_made_together_lie_side_by_side();
+    the_pool_makes_several_at_once();
+    they_may_lie_on_huge_pages();
+    few_and_small_ones_are_made_alone();
     that_of_the_process_goes_with_who_has_it();
 }

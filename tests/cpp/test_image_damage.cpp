@@ -321,8 +321,8 @@ void features_and_versions_are_told_apart() {
         Forgery required(image);
         required.header(16, std::uint64_t{1} << bit);
         // Known are bit 0, which says that there is a parent, bit 3: it holds CPU memory, bit 4: what it has
-        // alike with another image of its checkpoint lies there, and bit 5: files.
-        const bool known = bit == 0 || (bit >= 3 && bit <= 5);
+        // alike with another image of its checkpoint lies there, bit 5: files, and bit 6: memory of GPUs.
+        const bool known = bit == 0 || (bit >= 3 && bit <= 6);
         CHECK_THROWS(known ? Errc::corrupt_data : Errc::unsupported, open(required));
         Forgery optional(image);
         optional.header(24, std::uint64_t{1} << bit);

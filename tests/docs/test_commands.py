@@ -17,8 +17,11 @@ from pathlib import Path
 import pytest
 
 from gpustasis.criu.find import Criu
+from gpustasis.errors import ImageError
+from gpustasis.image.arena import Tier, tier_of
 from gpustasis_bench.roots import require_root
 from support.chains import make_link, memory_of
+from support.local_checkpoints import make_local
 from support.recipients import make_recipient
 
 _BLOCK = re.compile(r"^```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -282,6 +285,31 @@ def test_a_dump_that_is_sealed(
         assert (home / "vectors.log").read_text().splitlines()[-1].startswith("round ")
     finally:
         clean_up(home, environ)
+
+
+def test_draining(
+    checkout: tuple[Path, dict[str, str]], repository: Path, tmp_path: Path, arena: Path
+) -> None:
+    """The script drains what is local, and goes on after what cannot be drained."""
+    home, environ = checkout
+    environ["PATH"] = f"{Path(sys.executable).parent}:{environ['PATH']}"
+    block = named_block(repository / "docs" / "operating.md", "draining")
+    store = tmp_path / "store"
+    assert "/srv/checkpoints" in block
+    block = block.replace("/srv/checkpoints", str(store))
+    status, output = run_shell(block, home, environ)
+    assert status == 0, output
+    store.mkdir()
+    lost, *drained = [store / name for name in ("one", "two", "three")]
+    shutil.rmtree(make_local(lost, arena))
+    for images in drained:
+        make_local(images, arena)
+    make_link(store / "durable", {7: memory_of(["a1"])})
+    status, output = run_shell(block, home, environ)
+    assert status == ImageError.exit_code, output
+    assert "it is lost" in output
+    assert {tier_of(images) for images in drained} == {Tier.DURABLE}
+    assert sorted(path.parent for path in store.glob("*/gpustasis-arena")) == [lost]
 
 
 def test_emulator(checkout: tuple[Path, dict[str, str]], repository: Path) -> None:

@@ -8,6 +8,12 @@ process
 vectors   vectors(mib=8) -> Job: programs/plain_vectors.c, running
 lone      an emulator of the test's own: lone(**options) -> Emulator, see gpustasis.emulator.Options
 stock     criu without any plugin: stock(words) -> CompletedProcess
+
+For custom storage, on an emulator of the test's own with driver 615:
+gpus      the emulator: two GPUs of 256 MiB, copies as fast as memory
+callers   callers(gpus=2) -> support.custom_storage.Caller
+jobs      jobs(mib=8) -> Job: programs/plain_vectors.c, running
+two_gpus  programs/two_gpus.c, ready
 """
 
 from __future__ import annotations
@@ -20,7 +26,8 @@ from pathlib import Path
 import pytest
 
 from gpustasis.criu.find import Criu
-from gpustasis.emulator import Emulator, Options
+from gpustasis.emulator import RATES_OFF, Emulator, Options, library_directory
+from support.custom_storage import DRIVER, MIB, Caller
 from support.job import Job
 from support.kernels import compile_kernels
 
@@ -97,3 +104,57 @@ def stock(criu: Criu, tmp_path: Path) -> Callable[..., subprocess.CompletedProce
         )
 
     return run
+
+
+@pytest.fixture
+def gpus(lone: Callable[..., Emulator]) -> Emulator:
+    """Two GPUs of 256 MiB and driver 615."""
+    return lone(gpus=2, memory_bytes=256 * MIB, driver=DRIVER, rates=RATES_OFF)
+
+
+@pytest.fixture
+def environ_13_4(gpus: Emulator) -> dict[str, str]:
+    return dict(os.environ) | gpus.environment(13040)
+
+
+@pytest.fixture
+def callers(
+    compile_cuda: Callable[..., Path], environ_13_4: dict[str, str]
+) -> Iterator[Callable[..., Caller]]:
+    program = compile_cuda(PROGRAMS / "custom_storage.c", f"-L{library_directory(13040)}")
+    started: list[Caller] = []
+
+    def start(gpus: int = 2) -> Caller:
+        started.append(Caller(program, environ_13_4, gpus))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.kill()
+        for stream in (one.process.stdin, one.process.stdout):
+            assert stream is not None
+            stream.close()
+
+
+@pytest.fixture
+def jobs(
+    launch: Callable[..., Job], compile_cuda: Callable[..., Path], environ_13_4: dict[str, str]
+) -> Callable[..., Job]:
+    program = compile_cuda(PROGRAMS / "plain_vectors.c")
+
+    def start(mib: int = 8) -> Job:
+        job = launch([program, str(mib), "1000000", "5"], environ=environ_13_4)
+        job.wait_for("round 1 ok")
+        return job
+
+    return start
+
+
+@pytest.fixture
+def two_gpus(
+    launch: Callable[..., Job], compile_cuda: Callable[..., Path], environ_13_4: dict[str, str]
+) -> Job:
+    """8 MiB on the first GPU, 16 MiB on the second."""
+    job = launch([compile_cuda(PROGRAMS / "two_gpus.c")], environ=environ_13_4)
+    job.wait_for("ready")
+    return job

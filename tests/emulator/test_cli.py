@@ -126,6 +126,8 @@ def test_settings_and_faults(command: Command) -> None:
     assert listed == "1: restore error, code 304, 3 times, after 0 ms, any process\n"
     assert command("fault", "clear").returncode == 0
     assert command("fault", "list").stdout == ""
+    assert command("fault", "add", "complete", "error").returncode == 0
+    assert command("fault", "list").stdout.startswith("2: complete error,")
 
 
 @pytest.mark.parametrize(
@@ -141,6 +143,27 @@ def test_rates_are_as_measured_unless_others_are_asked_for(
     other = command("start", "--rates", "1,1")
     assert other.returncode == 15
     assert f"its d2h_ms_per_gib is {down}, not 1074" in other.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "down", "back"),
+    [
+        ((), 121, 99),
+        (("--rates", "2,7"), 121, 99),
+        (("--rates", "0"), 0, 0),
+        (("--direct-rates", "12,25"), 89, 43),
+        (("--rates", "0", "--direct-rates", "12,25"), 89, 43),
+    ],
+)
+def test_rates_of_custom_storage_are_their_own(
+    command: Command, words: tuple[str, ...], down: int, back: int
+) -> None:
+    assert command("start", *words).returncode == 0
+    settings = json.loads(command("status", "--json").stdout)["settings"]
+    assert (settings["direct_d2h_ms_per_gib"], settings["direct_h2d_ms_per_gib"]) == (down, back)
+    other = command("start", "--direct-rates", "1,1")
+    assert other.returncode == 15
+    assert f"its direct_h2d_ms_per_gib is {back}, not 1074" in other.stderr
 
 
 @pytest.mark.parametrize("rates", ["fast", "1,2,3", "-1", "1,nan"])

@@ -169,7 +169,7 @@ def test_caller_killed_while_it_waits_for_the_lock_leaves_the_target_running(
     emulator: Emulator,
     emulator_environ: dict[str, str],
 ) -> None:
-    emulator.set("lock_drain_ms", "1500")
+    emulator.set("lock_drain_ms", "5000")
     job = vectors()
     argv = [str(checkpoint_call), "lock", str(job.pid)]
     with subprocess.Popen(argv, env=emulator_environ, stdout=subprocess.PIPE) as dying:

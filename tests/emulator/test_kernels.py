@@ -165,7 +165,9 @@ def test_driver_version_is_an_option(
     )
 
 
-@pytest.mark.parametrize(("driver", "code"), [("580.95.05", 1), ("615.71.09", 801)])
+@pytest.mark.parametrize(
+    ("driver", "code"), [("570.86.10", 1), ("580.95.05", 1), ("610.43.02", 1), ("615.71.09", 3)]
+)
 def test_custom_storage_is_refused(
     launch: Callable[..., Job],
     compile_cuda: Callable[..., Path],
@@ -174,8 +176,7 @@ def test_custom_storage_is_refused(
     driver: str,
     code: int,
 ) -> None:
-    """Where it does not exist its field is a reserved one; where it does, the emulator has it
-    not."""
+    """Where it does not exist its field is a reserved one; where it does, callers need cuInit."""
     one = lone(driver=driver, settings={"persistence": "1"})
     environ = os.environ | one.environment(api_version_of(driver))
     job = launch([compile_cuda(PROGRAMS / "plain_vectors.c"), "1", "1000000", "5"], environ)

@@ -204,7 +204,7 @@ OURS = {
     *("json", "criu", "threads", "no-shell-job", "parent", "max-chain", "compress", "externalize"),
     *("cpu-memory", "layout", "to", "key"),
     *("output", "spool", "input", "source-may-run", "stall-timeout", "two-way", "one-way"),
-    "restore-timeout",
+    *("restore-timeout", "tier", "wait"),
 }
 OF_RESTORE = {"detach", "foreground", "gpu-map", "ignore-requirements", "key", "key-command"}
 

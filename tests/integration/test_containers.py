@@ -16,8 +16,9 @@ import pytest
 
 from campaigns.rig import Rig, small_filesystem
 from campaigns.steady_job import SteadyJob
-from gpustasis._core import PARENT_LINK, read_manifest
+from gpustasis._core import ARENA_MARKER, PARENT_LINK, read_manifest
 from gpustasis.image.prune import Action, Rules, prune
+from support.arena import ram
 from support.container import Container, cgroup, container
 
 
@@ -108,6 +109,21 @@ def test_a_container_without_policy_is_dumped_as_the_host_says(
         assert statistics(images)["threads"] == 3
         assert str(made.policy) not in statistics(images)["config"]
         assert not made.store.exists()
+
+
+def test_a_dump_into_memory_is_refused_before_anything_is_locked(
+    newest_rig: Rig, made: Container, arena: Path
+) -> None:
+    """As a host's configuration may ask for it: the engine takes the image directory away."""
+    with contained(newest_rig, made, mib=2) as job:
+        images = newest_rig.images()
+        dumped = newest_rig.dump(job, images, "--leave-running", config=ram(arena))
+        assert dumped.status != 0
+        assert f'tier = "ram": not for a container ({made.container_id})' in dumped.log
+        assert "locked pid" not in dumped.log
+        assert not (images / ARENA_MARKER).exists()
+        assert not arena.exists()
+        job.run_on()
 
 
 def test_the_first_task_says_which_container_it_is(newest_rig: Rig, made: Container) -> None:

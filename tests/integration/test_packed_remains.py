@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a packed or sealed dump leaves that fails when all is written, or is killed: no checkpoint,
-neither its own nor one that was there before."""
+"""What a packed or sealed dump leaves: if a script fails that was shown its checkpoint, that; if it
+is killed before, no checkpoint, neither its own nor one that was there before."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ def whole_of(images: Path) -> set[str]:
     return {name for name in names if name in ours or name.startswith("ids-")}
 
 
-def test_a_dump_that_fails_when_all_is_written(
+def test_a_script_that_fails_was_shown_a_checkpoint(
     newest_rig: Rig, memory_job: Path, config: Mapping[str, Scalar]
 ) -> None:
+    """And whoever runs it may have committed it: it stays, as without a layout."""
     rig, seen = newest_rig, newest_rig.scratch / "seen"
     script = rig.scratch / "fails-at-the-end"
     script.write_text(
@@ -40,13 +41,19 @@ def test_a_dump_that_fails_when_all_is_written(
         f' {{ ls "$CRTOOLS_IMAGE_DIR" >{seen}; exit 1; }}\n'
     )
     script.chmod(0o755)
-    with running(rig, memory_job, mib=4) as job:
+    with running(rig, memory_job, mib=4, criu_restores=True) as job:
         images = rig.images()
         dumped = rig.dump(job, images, "--action-script", str(script), config=config)
         assert dumped.status != 0
-        assert {"inventory.img", "pstree.img"} < set(seen.read_text().split())
         rig.settle(images)
-        assert whole_of(images) == set()
+        found = set(seen.read_text().split())
+        assert {"inventory.img", "pstree.img"} < found
+        assert found <= {path.name for path in images.iterdir()}
+        assert len(whole_of(images)) == 4
+        job.run_on()
+        job.end()
+        restored = rig.restore(images, config=config)
+        assert restored.status == 0, restored.errors
         job.run_on()
 
 

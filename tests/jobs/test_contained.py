@@ -28,7 +28,7 @@ from gpustasis.jobs.visits import EnginesCriu, Visit, Visits
 from gpustasis.jobs.work import Order
 from gpustasis.task import read_task
 from support.job_ranks import namespace, tables, wait_for
-from support.ring import put_nft
+from support.packet_filters import put_nft
 
 KEYS = Keys("job")
 NO_CRIU = Criu(program=Path("/none"), root=None, version=(4, 2), origin="test")

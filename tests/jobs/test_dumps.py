@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +34,19 @@ RECORD = DumpRecord(
     ),
 )
 TEXT = RECORD.to_text()
+KEY = f"{RECORD.id}-{16 * '0'}"  # of a copy
 
 
 def test_what_is_written_is_read() -> None:
     assert record_of(TEXT, "rank 1") == RECORD
+
+
+def test_a_record_of_an_older_version_is_read_and_one_without_a_copy_is_as_it_was() -> None:
+    assert not {"peer", "key"} & json.loads(TEXT).keys()
+    copied = replace(RECORD, peer="10.0.0.9:7420", key=KEY)
+    assert record_of(copied.to_text(), "rank 1") == copied
+    assert copied.is_copied
+    assert not RECORD.is_copied
 
 
 @given(st.data())
@@ -60,6 +70,9 @@ def test_any_text_is_read_or_refused(data: st.DataObject) -> None:
         ("addresses", [1]),
         ("host", None),
         ("more", 1),
+        ("peer", "10.0.0.9:7420"),
+        ("key", KEY),
+        ("peer", 7),
         ("network", {"ports": [0], "connections": []}),
         ("network", {"ports": [True], "connections": []}),
         ("network", {"ports": [], "connections": [["10.0.0.1", 80, "::1", 81]]}),

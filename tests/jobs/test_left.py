@@ -18,6 +18,7 @@ import pytest
 from gpustasis.cli import job_order, job_run
 from gpustasis.errors import JobError
 from gpustasis.jobs import epochs, kept
+from gpustasis.jobs.cuda import cuda_processes, unlock_cuda
 from gpustasis.jobs.dumps import DumpRecord
 from gpustasis.jobs.exchange import Settings
 from gpustasis.jobs.lead import digest_of
@@ -25,7 +26,7 @@ from gpustasis.jobs.member import _Attendance
 from gpustasis.jobs.messages import Epoch, Move, Phase, Rank
 from gpustasis.jobs.network import Network
 from gpustasis.jobs.pace import Pace
-from gpustasis.jobs.rank import Context, cuda_processes, unlock_cuda
+from gpustasis.jobs.rank import Context
 from gpustasis.jobs.records import Keys, Plan, phase_text
 from gpustasis.jobs.seat import Seat
 from gpustasis.jobs.store import Put

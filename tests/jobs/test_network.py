@@ -17,7 +17,7 @@ from gpustasis.jobs.place import place_of
 from gpustasis.jobs.rank import Context, Options
 from gpustasis.jobs.records import Keys
 from gpustasis.jobs.work import Order
-from support.ring import put_nft
+from support.packet_filters import put_nft
 
 CRIU = Criu(program=Path("/none"), root=None, version=(4, 2), origin="test")
 ADDRESSES = {socket.AF_INET: "127.0.0.1", socket.AF_INET6: "::1"}

@@ -18,7 +18,7 @@ import pytest
 
 from gpustasis.answering import TimedOutError
 from gpustasis.driver import Driver, ProcessState
-from gpustasis.jobs import checkpointing, clock, evidence, preempting, rank
+from gpustasis.jobs import checkpointing, clock, cuda, evidence, preempting
 from gpustasis.jobs.checkpointing import Checkpointing
 from gpustasis.jobs.lives import Failure, Life, Stage, Terms
 from gpustasis.jobs.rank import Context
@@ -58,9 +58,9 @@ class Deaf:
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     deaf = Deaf()
-    monkeypatch.setattr(rank, "ANSWER_S", 2.0)
-    monkeypatch.setattr(rank, "load_driver", lambda: deaf)
-    monkeypatch.setattr(rank, "_using", list)
+    monkeypatch.setattr(cuda, "ANSWER_S", 2.0)
+    monkeypatch.setattr(cuda, "load_driver", lambda: deaf)
+    monkeypatch.setattr(cuda, "_using", list)
     yield deaf
     deaf.hears.set()
 
@@ -122,15 +122,15 @@ def test_a_process_that_hangs_in_the_kernel_is_not_waited_for(
 
 
 def test_a_process_that_does_not_answer_is_named_and_the_others_are_unlocked(driver: Any) -> None:
-    assert rank.unlock_cuda([7, 8]) == ["GetState on process 7: no answer within 2 s"]
+    assert cuda.unlock_cuda([7, 8]) == ["GetState on process 7: no answer within 2 s"]
     assert driver.states[8] is ProcessState.RUNNING
     with pytest.raises(TimedOutError, match="GetState on process 7"):
-        rank.state_of(cast("Driver", driver), 7)
+        cuda.state_of(cast("Driver", driver), 7)
 
 
 def test_what_is_locked_after_nobody_waits_for_it_is_unlocked_again(driver: Any) -> None:
     with pytest.raises(TimedOutError, match="Lock on process 7"):
-        rank.lock_cuda(cast("Driver", driver), 7, 1)
+        cuda.lock_cuda(cast("Driver", driver), 7, 1)
     seen: list[ProcessState] = []
     unlock = driver.unlock
     driver.unlock = lambda pid: (seen.append(driver.states[pid]), unlock(pid))

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from gpustasis._core import ARENA_MARKER, SEALED_NAME
 from gpustasis.errors import JobError
 from gpustasis.image import directory
 from gpustasis.image.directory import share
@@ -22,11 +24,17 @@ from gpustasis.jobs.epochs import Standing
 from gpustasis.jobs.exchange import Settings
 from gpustasis.jobs.member import Outcome
 from gpustasis.jobs.messages import Phase
+from gpustasis.jobs.owner import OWNER
 from gpustasis.jobs.rank import Context
 from gpustasis.jobs.records import Keys, Plan, phase_text, settled_text
 from gpustasis.jobs.store import Answer, Put, Require, Store
 from gpustasis.jobs.supervise import Supervisor
+from gpustasis.jobs.verified import tell_once
+from jobs.test_bring_back import record_of
 from jobs.test_parents import context, put_epoch  # noqa: F401 - a fixture among them
+from support.chains import make_link, memory_of
+from support.inventory import write_inventory
+from support.local_checkpoints import make_local
 
 MEANWHILE = "an epoch has begun meanwhile"
 
@@ -210,3 +218,111 @@ def test_after_an_epoch_that_was_aborted_what_is_not_needed_goes(
         assert supervisor._after(Outcome(number, epoch, "")) is None
         assert there(context) == left
     assert made == [False] * 3
+
+
+def sealed(place: Path) -> None:
+    make_whole(place)
+    (place / SEALED_NAME).touch()
+
+
+def make_whole(place: Path) -> None:
+    make_link(place, {7: memory_of(["A"])})
+
+
+def named(place: Path) -> None:
+    """With the images that its inventory names in no arena any more."""
+    write_inventory(place, f"checkpoint-{32 * 'a'}")
+
+
+def damaged(place: Path) -> None:
+    (place / "inventory.img").write_bytes(b"x")
+
+
+@pytest.mark.parametrize("is_owned", [False, True])
+@pytest.mark.parametrize("made", [make_whole, named, sealed])
+def test_another_jobs_checkpoint_is_left_alone(
+    context: Context,  # noqa: F811
+    caplog: pytest.LogCaptureFixture,
+    made: Callable[[Path], None],
+    is_owned: bool,
+) -> None:
+    """Two jobs were given one directory, and each has an epoch of that number. Its own dump has
+    gone long ago, and each prune looks for it again."""
+    put_epoch(context)
+    put_epoch(context)
+    assert prune(context) == [1]
+    if not is_owned:
+        (context.place.directory / OWNER).unlink()
+    tell_once.cache_clear()
+    place = context.place.images(1)
+    place.mkdir(mode=0o700)
+    made(place)
+    before = sorted(os.listdir(place))
+    for _ in range(2):
+        assert prune(context) == []
+        assert sorted(os.listdir(place)) == before
+    assert caplog.text.count(f"{place} is left alone by the prune of epoch 1, job job: ") == 1
+    assert "is another checkpoint" in caplog.text
+
+
+@pytest.mark.parametrize("made", [lambda _: None, damaged])
+@pytest.mark.parametrize(
+    ("owner", "stays"), [("", "nothing says that"), ("other", "belongs to job other"), ("job", "")]
+)
+def test_what_cannot_be_told_apart_goes_where_nobody_else_dumps(
+    context: Context,  # noqa: F811
+    caplog: pytest.LogCaptureFixture,
+    made: Callable[[Path], None],
+    owner: str,
+    stays: str,
+) -> None:
+    """An empty directory may be another job's, whose dump is about to begin."""
+    put_epoch(context)
+    put_epoch(context)
+    assert prune(context) == [1]
+    (context.place.directory / OWNER).unlink()
+    if owner:
+        (context.place.directory / OWNER).write_text(f"{owner}\n")
+    tell_once.cache_clear()
+    place = context.place.images(1)
+    place.mkdir(mode=0o700)
+    made(place)
+    assert prune(context) == ([] if stays else [1])
+    assert place.exists() == bool(stays)
+    assert stays in caplog.text
+
+
+@pytest.mark.parametrize("is_lost", ["memory", "all but the inventory", "nothing"])
+def test_a_dump_that_is_lost_is_known_and_removed(
+    context: Context,  # noqa: F811
+    arena: Path,
+    is_lost: str,
+) -> None:
+    images = context.place.images(1)
+    stored = make_local(images, arena)
+    record = record_of(images, "", "")
+    (context.place.directory / OWNER).unlink()
+    if is_lost != "nothing":
+        shutil.rmtree(stored)
+    if is_lost == "all but the inventory":
+        (images / ARENA_MARKER).unlink()
+    assert kept._remove(record, 1, "job", set()) == [str(images)]
+    assert not images.exists()
+    assert not stored.exists()
+
+
+def test_what_gpustasis_has_stored_is_no_dump_that_criu_has_made_alone(
+    context: Context,  # noqa: F811
+) -> None:
+    """The record of such a dump has no id."""
+    (context.place.directory / OWNER).unlink()
+    places = [context.place.images(number) for number in (1, 2)]
+    places[0].mkdir(mode=0o700)
+    write_inventory(places[0])
+    make_whole(places[1])
+    records = [
+        replace(record_of(places[1], "", ""), directory=str(place), id="") for place in places
+    ]
+    removed = [kept._remove(one, number, "job", set()) for number, one in enumerate(records, 1)]
+    assert removed == [[str(places[0])], []]
+    assert places[1].exists()

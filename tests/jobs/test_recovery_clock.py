@@ -15,7 +15,7 @@ from gpustasis.jobs.etcd_words import Access
 from gpustasis.jobs.kept import all_epochs, marks
 from gpustasis.jobs.records import Keys
 from jobs.test_ranks import network, ring, store  # noqa: F401 - fixtures
-from jobs.test_recovery import LATER, STEPS, shown
+from jobs.test_recovery import STEPS, shown
 from support.json_output import check_document
 from support.ring import WORLD, Ring
 
@@ -31,7 +31,7 @@ def whole(ring: Ring) -> list[int]:  # noqa: F811
 def test_it_goes_back_to_what_was_made_by_the_clock_and_is_checkpointed_on(
     ring: Ring,  # noqa: F811
 ) -> None:
-    ring.steps = LATER
+    ring.steps = 4 * STEPS  # three checkpoints lie before its end, however fast the machine is
     ring.start_all("--restarts", "2", "--interval", "1s", "--keep-last", "2")
     ring.wait(lambda: "epoch 3: committed" in ring.log_whole(0))
     os.kill(ring.program_of(2), signal.SIGKILL)
@@ -54,7 +54,7 @@ def test_checkpoints_by_the_clock_hide_no_hang_and_leave_one_from_before_it(
     ring: Ring,  # noqa: F811
     store: list[str],  # noqa: F811
 ) -> None:
-    ring.steps = 2 * STEPS
+    ring.steps = 4 * STEPS  # six checkpoints lie before its end, however fast the machine is
     words = "--restarts 5 --back-off 0 --hang-after 12 --interval 2s --keep-last 1"
     ring.start_all(*words.split())
     ring.wait(lambda: "epoch 6: committed" in ring.log_whole(0), timeout_s=120)

@@ -37,7 +37,7 @@ from gpustasis.streaming.tree import Tree
 from gpustasis.task import read_task
 from gpustasis.verifying import Check
 from support.job_ranks import state_of, wait_for
-from support.ring import put_nft
+from support.packet_filters import put_nft
 
 KEYS = Keys("job")
 SETTINGS = Settings(ttl_s=4, store_s=2)
@@ -236,7 +236,7 @@ def test_a_connection_that_came_after_the_lock_aborts(context: Context) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         part = Checkpointing(context, Order(1, leave_running=True, restores=0))
         part._tree = Tree(os.getpid())
-        with pytest.raises(JobError, match=r"port .* was opened after the network had been locked"):
+        with pytest.raises(JobError, match=r"port .* was opened after the network was locked"):
             part._require_locked()
         part._network = look(part._tree.pids)
         part._require_locked()

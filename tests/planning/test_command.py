@@ -77,6 +77,18 @@ def test_all_ways() -> None:
     assert peer["stored_gb"] == 0
 
 
+def test_a_copy_that_the_job_waits_for_counts_at_once() -> None:
+    """As `job run --commit-at peer`; "disk" beside it is what --commit-at durable costs."""
+    found = ways(plan_json(*LEAST, *PEER, "--commit-at", "peer"))
+    peer = found["peer"]
+    assert (peer["stop_s"], peer["write_s"], peer["recovery_s"]) == (10 + 20, 0, 300 + 20 + 10)
+    assert peer["title"] == "gpustasis, committed at the peer"
+    assert found["disk"] == ways(plan_json(*LEAST, *PEER))["disk"]
+    refused = plan(*LEAST, "--commit-at", "peer")
+    assert refused.exit_code == 2
+    assert "(--peer-memory)" in refused.output
+
+
 def test_a_file_an_option_and_a_default(tmp_path: Path) -> None:
     file = tmp_path / "job.toml"
     file.write_text("gpus = 64\nmtbf_h = 5\n[disk]\ndowntime_s = 20\nrestore_s = 40.5\n")

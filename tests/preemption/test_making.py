@@ -20,7 +20,7 @@ from gpustasis.preemption.dumping import Limits
 from gpustasis.preemption.store import Found, JobStore
 from gpustasis.preemption.tree import Memory
 from preemption.test_parts import RECORD, settings_with
-from support.ring import put_nft
+from support.packet_filters import put_nft
 
 
 def tables(nft: Path) -> str:

@@ -5,7 +5,7 @@
  *
  * NUMBER counts the system calls of the program's first thread, 1 being the first; the program is killed
  * when it is about to make that one. 0: it is never killed. If MARK is not empty, counting begins behind
- * the first write of that thread that holds it. HOW is a word of
+ * the first write of that thread that holds it, or its first rename to that name. HOW is a word of
  * letters: o, processes that the program has left behind are killed with it; p, before the kill this
  * program stops itself, so that whoever started it can look, and goes on after a SIGCONT; -, neither.
  * How many calls were made is written to COUNT-FILE. Exit status: the program's; 137 if it was
@@ -46,16 +46,30 @@ static void kill_orphans(pid_t program) {
     fclose(file);
 }
 
-/* Whether the call that `pid` is about to make is a write that holds `mark`. */
-static bool writes(pid_t pid, const char* mark) {
-    struct user_regs_struct registers;
+/* Whether these bytes of `pid`, as far as they are mapped, hold `mark`. */
+static bool holds(pid_t pid, unsigned long address, size_t size, const char* mark) {
     char text[4096];
-    if (ptrace(PTRACE_GETREGS, pid, NULL, &registers) != 0 || registers.orig_rax != SYS_write)
-        return false;
-    const size_t size = registers.rdx < sizeof text ? registers.rdx : sizeof text;
-    struct iovec here = {text, size}, there = {(void*)registers.rsi, size};
-    const ssize_t got = process_vm_readv(pid, &here, 1, &there, 1, 0);
+    const size_t whole = size < sizeof text ? size : sizeof text;
+    const size_t here = sizeof text - address % sizeof text; /* in the first page */
+    const size_t first = whole < here ? whole : here;
+    struct iovec to = {text, whole};
+    struct iovec from[] = {{(void*)address, first}, {(char*)address + first, whole - first}};
+    const ssize_t got = process_vm_readv(pid, &to, 1, from, 2, 0);
     return got > 0 && memmem(text, (size_t)got, mark, strlen(mark)) != NULL;
+}
+
+/* Whether the call that `pid` is about to make is a write that holds `mark`, or a rename to it. */
+static bool makes(pid_t pid, const char* mark) {
+    struct user_regs_struct registers;
+    if (ptrace(PTRACE_GETREGS, pid, NULL, &registers) != 0)
+        return false;
+    switch (registers.orig_rax) {
+    case SYS_write: return holds(pid, registers.rsi, registers.rdx, mark);
+    case SYS_rename: return holds(pid, registers.rsi, strlen(mark), mark);
+    case SYS_renameat:
+    case SYS_renameat2: return holds(pid, registers.r10, strlen(mark), mark);
+    default: return false;
+    }
 }
 
 int main(int argc, char** argv) {
@@ -94,7 +108,7 @@ int main(int argc, char** argv) {
         deliver = 0;
         if (WSTOPSIG(status) == (SIGTRAP | 0x80)) {
             if (entering && !counting) {
-                counting = writes(child, argv[4]);
+                counting = makes(child, argv[4]);
             } else if (entering && ++count == last) {
                 if (pause_first)
                     raise(SIGSTOP);

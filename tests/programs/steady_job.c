@@ -193,9 +193,9 @@ static struct streams* start_streams(const char* path, unsigned count, uint64_t 
 
 struct shape {
     size_t size, pinned_size, registered_size;
-    unsigned long forked; /* children */
-    const char* module;   /* NULL: no kernels */
-    unsigned streams;
+    unsigned long forked;   /* children */
+    const char* module;     /* NULL: no kernels */
+    unsigned streams, gpus; /* the first region is on the last of these */
 };
 
 static void run_plain(const struct shape* shape, unsigned long threads, uint64_t seed);
@@ -222,14 +222,19 @@ static void run_cuda(const struct shape* shape, uint64_t seed) {
     CUdeviceptr memory[kRegions];
     uint8_t* wanted[kRegions];
     uint8_t* found = malloc(each);
+    CUcontext last = context;
+    if (shape->gpus > 1)
+        REQUIRE(cuDevicePrimaryCtxRetain(&last, (CUdevice)shape->gpus - 1));
     for (int region = 0; region < kRegions; ++region) {
         wanted[region] = malloc(each);
         if (wanted[region] == NULL || found == NULL)
             _exit(3);
         fill(wanted[region], each, region, seed);
+        REQUIRE(cuCtxSetCurrent(region == 0 ? last : context));
         REQUIRE(cuMemAlloc(&memory[region], each));
         REQUIRE(cuMemcpyHtoD(memory[region], wanted[region], each));
     }
+    REQUIRE(cuCtxSetCurrent(context));
     void* pinned = NULL;
     uint8_t* pinned_wanted = NULL;
     if (pinned_size > 0) {
@@ -258,11 +263,13 @@ static void run_cuda(const struct shape* shape, uint64_t seed) {
             step_streams(streams);
         for (int region = 0; region < kRegions; ++region) {
             size_t length;
+            REQUIRE(cuCtxSetCurrent(region == 0 ? last : context));
             REQUIRE(cuMemcpyDtoH(found, memory[region], each));
             compare(found, wanted[region], each, region);
             const size_t offset = change(wanted[region], at_most(each), region, &seed, &length);
             REQUIRE(cuMemcpyHtoD(memory[region] + offset, wanted[region] + offset, length));
         }
+        REQUIRE(cuCtxSetCurrent(context));
         if (pinned_size > 0) {
             size_t length;
             compare(pinned, pinned_wanted, pinned_size, kRegions);
@@ -344,6 +351,8 @@ int main(int argc, char** argv) {
             shape.module = argv[i + 1];
         else if (strcmp(argv[i], "--streams") == 0)
             shape.streams = (unsigned)value;
+        else if (strcmp(argv[i], "--gpus") == 0)
+            shape.gpus = (unsigned)value;
         else if (strcmp(argv[i], "--children") == 0)
             children = value;
         else if (strcmp(argv[i], "--plain-children") == 0)
@@ -367,8 +376,8 @@ int main(int argc, char** argv) {
             return 2;
         }
     }
-    const struct shape without_forks = {shape.size, shape.pinned_size, shape.registered_size,
-                                        0,          shape.module,      shape.streams};
+    struct shape without_forks = shape;
+    without_forks.forked = 0;
     for (unsigned long child = 0; child < late + children + plain_children; ++child) {
         const pid_t parent = getpid(), pid = fork();
         if (pid < 0)

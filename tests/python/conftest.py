@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fixtures of the tests of recover.
+"""Fixtures of the tests of recover, and of copies on a neighbour.
 
 driver_calls  driver_calls(job, "lock", "checkpoint", ...): as another tool would call the driver
 driver_state  driver_state(job) -> "CHECKPOINTED": what the driver says of it
 abandon       abandon(job, images, with_worker=True): a dump whose criu dies, all memory dropped;
               with_guardians=False: who puts the memory back is left; drops=False: none was dropped
+nodes         two nodes on this host, by their configurations
+keeper        the copies of the one that keeps them, while it takes more
 """
 
 from __future__ import annotations
@@ -14,16 +16,18 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from gpustasis.peers.copies import Copies
 from gpustasis.recovery import GUARDIAN_COMM, WORKER_COMM
 from gpustasis.task import find_users
 from support.checkpoint import Checkpointer
 from support.criu_roots import preferred_criu
 from support.job import TIMEOUT_S, Job
+from support.peers import Nodes, make_nodes, serving
 
 DriverCalls = Callable[..., None]
 Abandon = Callable[..., None]
@@ -113,3 +117,15 @@ def abandon(emulator_environ: dict[str, str], tmp_path: Path) -> Abandon:
         reached.unlink()
 
     return begin_and_kill
+
+
+@pytest.fixture
+def nodes(tmp_path: Path, arena: Path) -> Nodes:
+    arena.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return make_nodes(tmp_path / "certificates", arena.parent / "peers")
+
+
+@pytest.fixture
+def keeper(nodes: Nodes) -> Iterator[Copies]:
+    with serving(nodes.keeper) as server:
+        yield server.copies

@@ -150,11 +150,28 @@ def test_of_what_a_job_was_lost() -> None:
     assert losses.Loss({1: "SIGKILL"}, "").of_what == "SIGKILL"
 
 
-@pytest.mark.parametrize(("lost", "trials", "few"), [(1, 3, True), (2, 9, False), (4, 15, False)])
-def test_many_proofs_are_none(lost: int, trials: int, few: bool) -> None:
-    tally = Tally(Counter({"trials": trials, "LOST in dump tasks to SIGTRAP, CRIU's": lost}))
+@pytest.mark.parametrize("phase", ["in dump tasks", "the dump in dump tasks"])
+@pytest.mark.parametrize(
+    ("lost", "tried", "few"),
+    [
+        *((1, 1, True), (2, 5, False), (2, 6, True), (4, 10, False)),
+        *((1, 22, True), (2, 10, True), (4, 62, True), (21, 62, False)),
+        *((14, 62, True), (15, 62, False), (9, 30, True), (10, 30, False), (1, 0, True)),
+    ],
+)
+def test_many_proofs_are_none(phase: str, lost: int, tried: int, few: bool) -> None:
+    """Of those that were hit where CRIU's code can stand in a task: many others were hit, too."""
+    counts = {"trials": 200 + tried, phase: tried, "LOST to SIGTRAP, CRIU's": lost}
+    tally = Tally(Counter(counts))
     losses.limit(tally)
     assert (tally.failures == []) == few
+
+
+def test_the_bound_is_what_chance_leaves() -> None:
+    """By a table of the binomial distribution, p = 0.1: so many at most in 999 of 1000 cases. Of a
+    few, a third is less."""
+    assert [losses.most(tried) for tried in (0, 1, 3, 6, 10, 20)] == [1, 1, 1, 2, 3, 6]
+    assert [losses.most(tried) for tried in (30, 50, 100)] == [9, 13, 20]
 
 
 @contextmanager

@@ -64,10 +64,10 @@ def test_a_worker_may_be_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_only_a_manifest_that_is_not_there_says_that_nothing_was_taken(tmp_path: Path) -> None:
     """Else the driver would restore a process from memory that is missing."""
-    assert Dumped(tmp_path).find_manifest(1) is None
+    assert Dumped(tmp_path).find_manifest(os.getpid(), 1) is None
     (tmp_path / MANIFEST_NAME).symlink_to("nowhere")
     with pytest.raises(ImageError):
-        Dumped(tmp_path).find_manifest(1)
+        Dumped(tmp_path).find_manifest(os.getpid(), 1)
     (tmp_path / "file").touch()
     with pytest.raises(ImageError, match="cannot look at"):
-        Dumped(tmp_path / "file").find_manifest(1)
+        Dumped(tmp_path / "file").find_manifest(os.getpid(), 1)

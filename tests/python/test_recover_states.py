@@ -44,9 +44,10 @@ TABLE = {
     "dropped": {
         "none": RUNS_AGAIN,
         "right": RUNS_AGAIN,
+        "used before": RUNS_AGAIN,
         "moved": RUNS_AGAIN,
         "copy": RUNS_AGAIN,
-        "no manifest": OTHER_DUMP,
+        "no manifest": RUNS_AGAIN,
         "empty": OTHER_DUMP,
         "other job": OTHER_DUMP,
         "finished": NOT_BROKEN_OFF,
@@ -65,6 +66,7 @@ TABLE = {
     "not dropped": {
         "none": RUNS_AGAIN,
         "right": RUNS_AGAIN,
+        "used before": RUNS_AGAIN,
         "moved": RUNS_AGAIN,
         "copy": RUNS_AGAIN,
         "no manifest": RUNS_AGAIN,
@@ -112,6 +114,8 @@ class Left:
         if named == "without images":
             self._dump(named, plugin={"externalize": False})
             (self.place / named / "gpustasis-dump.json").unlink()
+        if named == "used before":  # by an earlier dump of the same process
+            self.checkpointer.dump(self.job, self.images, leave_running=True)
         if state == "locked":
             self.driver_calls(self.job, "lock")
         elif state == "by a restore":
@@ -146,11 +150,11 @@ class Left:
         match named:
             case "none":
                 return []
-            case "right":
+            case "right" | "used before":
                 other = self.images
             case "no manifest":
                 other = self.images
-                (other / MANIFEST_NAME).unlink()
+                (other / MANIFEST_NAME).unlink(missing_ok=True)
             case "removed":
                 shutil.rmtree(self.images)
                 return []

@@ -21,7 +21,7 @@ _LIMIT = 6 << 20
 _KINDS = {
     "Python modules of the product": re.compile(r"gpustasis/[a-z_/]+\.py"),
     "types of the extension, and of the package": re.compile(
-        r"gpustasis/(_core(_dirty|_requirements|_seal|_signature)?\.pyi|py\.typed)"
+        r"gpustasis/(_core(_arena|_dirty|_requirements|_seal|_signature)?\.pyi|py\.typed)"
     ),
     "what --json prints": re.compile(r"gpustasis/cli/output\.schema\.json"),
     "man pages and completion": re.compile(

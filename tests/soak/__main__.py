@@ -18,6 +18,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -168,9 +169,7 @@ def texts(versions: tuple[Criu, ...]) -> list[str]:
 @contextmanager
 def bench(versions: tuple[Criu, ...], seed: int) -> Iterator[Bench]:
     """A fresh place to work with an emulator of its own; what is in it is removed afterwards."""
-    scratch = WORK / "scratch"
-    shutil.rmtree(scratch, ignore_errors=True)
-    scratch.mkdir(parents=True)
+    scratch = Path(tempfile.mkdtemp(prefix="scratch-", dir=WORK))  # campaigns may run side by side
     library = library_directory(api_version_of(DRIVER))
     cuda = [f"-isystem{os.environ['CUDA_INCLUDE']}", f"-L{library}", "-l:libcuda.so.1"]
     job = compile_program("steady_job", scratch, *cuda)

@@ -31,7 +31,7 @@ from campaigns import (
 )
 from campaigns.rig import Rig, with_config, with_driver
 from campaigns.tally import Tally
-from soak import job_faults, keepers, sealed
+from soak import direct, job_faults, keepers, ram, sealed
 from soak.bench import KILLS, KILLS_EACH_PHASE, KILLS_WITH_WORKER, STREAMS_BROKEN, Bench, Campaign
 from support.archives import pack
 from support.elsewhere import Elsewhere
@@ -98,9 +98,8 @@ def _kill_with_worker(bench: Bench) -> Iterator[tuple[str, Tally]]:
 
 
 def _kill_worker(bench: Bench) -> Iterator[tuple[str, Tally]]:
-    rig = bench.newest
-    tally = kill_points.run_worker_kills(rig, bench.random("kill-worker"), KILLS)
-    yield f"criu {rig.criu.version_text}", tally
+    tally = kill_points.run_worker_kills(bench.newest, bench.random("kill-worker"), KILLS)
+    yield f"criu {bench.newest.criu.version_text}", tally
 
 
 def _kill_restore(bench: Bench) -> Iterator[tuple[str, Tally]]:
@@ -151,8 +150,8 @@ def _repetition(bench: Bench) -> Iterator[tuple[str, Tally]]:
 
 
 def _hook_cost(bench: Bench) -> Iterator[tuple[str, Tally]]:
-    environ = bench.newest.environ
-    yield "per call", hook_cost.run(bench.hook_cost, environ, HOOK_CALLS, HOOK_LIMIT_US)
+    cost, environ = bench.hook_cost, bench.newest.environ
+    yield "per call", hook_cost.run(cost, environ, HOOK_CALLS, HOOK_LIMIT_US)
 
 
 def _kill_on_parent(bench: Bench) -> Iterator[tuple[str, Tally]]:
@@ -278,6 +277,7 @@ CAMPAIGNS: dict[str, tuple[str, Campaign]] = {
         "criu is killed with SIGKILL during a restore; nothing may run on wrong memory",
         _kill_restore,
     ),
+    **(direct.CAMPAIGNS | ram.CAMPAIGNS),
     "full-disk": (
         "the image directory is full, at each file and at many sizes; no job may be lost",
         _full_disk,

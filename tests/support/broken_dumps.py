@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dumps that are killed when all GPU memory is out of the job."""
+"""Dumps that are held, or killed, when all GPU memory is out of the job."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from campaigns.rig import Rig, workers
@@ -27,29 +28,50 @@ def break_off(rig: Rig, job: SteadyJob, images: Path, *kept: str) -> None:
     kill_criu()
 
 
-def dump_and_stop(rig: Rig, job: SteadyJob, images: Path) -> Callable[[], None]:
-    """Dump until all GPU memory is out of the job. The result kills criu."""
-    reached = images.with_name(f"{images.name}.reached")
-    script = images.with_name(f"{images.name}.script")
+@dataclass(frozen=True, slots=True)
+class HeldDump:
+    """criu, whose post-dump script waits: all GPU memory is out of the job. script: its pid.
+    may_go: the file that it waits for."""
+
+    criu: subprocess.Popen[bytes]
+    script: int
+    may_go: Path
+
+    def kill(self) -> None:
+        """Kill criu and its script."""
+        self.criu.kill()
+        self.criu.wait()
+        os.kill(self.script, signal.SIGKILL)
+
+    def go_on(self) -> int:
+        """Let the script end well, and criu after it. criu's exit status."""
+        self.may_go.touch()
+        return self.criu.wait(TIMEOUT_S)
+
+
+def hold_dump(rig: Rig, job: SteadyJob, images: Path, *extra: str) -> HeldDump:
+    """Dump until criu runs its post-dump script, which waits."""
+    reached, may_go, script = (
+        images.with_name(f"{images.name}.{kind}") for kind in ("reached", "may-go", "script")
+    )
     script.write_text(
         '#!/bin/sh\n[ "$CRTOOLS_SCRIPT_ACTION" = post-dump ] || exit 0\n'
         f"echo $$ >{reached}.part; mv {reached}.part {reached}\n"
-        "while kill -0 $PPID; do sleep 0.1; done\n"  # no longer than criu
+        f"while [ ! -e {may_go} ] && kill -0 $PPID; do sleep 0.1; done\n"  # no longer than criu
     )
     script.chmod(0o755)
-    criu = rig.start(rig.dump_words(job, images, ["--action-script", str(script)]))
+    criu = rig.start(rig.dump_words(job, images, [*extra, "--action-script", str(script)]))
     deadline = time.monotonic() + TIMEOUT_S
     while not reached.exists():
-        assert criu.poll() is None, "criu ended before it was to be killed"
+        assert criu.poll() is None, "criu ended before its post-dump script"
         assert time.monotonic() < deadline
         time.sleep(0.01)
+    return HeldDump(criu, int(reached.read_text()), may_go)
 
-    def kill() -> None:
-        criu.kill()
-        criu.wait()
-        os.kill(int(reached.read_text()), signal.SIGKILL)
 
-    return kill
+def dump_and_stop(rig: Rig, job: SteadyJob, images: Path) -> Callable[[], None]:
+    """Dump until all GPU memory is out of the job. The result kills criu."""
+    return hold_dump(rig, job, images).kill
 
 
 def recover(rig: Rig, pid: int, *words: str | Path) -> None:

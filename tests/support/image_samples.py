@@ -140,7 +140,7 @@ def samples(draw: st.DrawFn) -> Sample:
     for pages in draw(st.lists(_pages, max_size=4)):
         content = b"".join(pages)
         memory.append((address, content))
-        kind = draw(st.sampled_from(list(RegionKind.__members__.values())))
+        kind = draw(st.sampled_from([RegionKind.PRIVATE_ANONYMOUS, RegionKind.SHARED_ANONYMOUS]))
         regions.append(Region(address, len(content), draw(st.integers(0, 7)), kind))
         address += len(content) + PAGE * draw(st.integers(0, 3))
     info = ImageInfo(

@@ -19,6 +19,7 @@ FEATURE_REQUIREMENTS = 1 << 2  # of manifests
 FEATURE_CPU_MEMORY = 1 << 3
 FEATURE_ALIKE = 1 << 4  # of images
 FEATURE_FILES = 1 << 5
+FEATURE_DEVICES = 1 << 6  # of images
 GPU_MEMORY, CPU_MEMORY, FILES = range(3)
 NO_ID = bytes(16)
 MAX_GPUS = 256

@@ -19,6 +19,7 @@ from support.plain_manifest import (
     CPU_MEMORY,
     FEATURE_ALIKE,
     FEATURE_CPU_MEMORY,
+    FEATURE_DEVICES,
     FEATURE_FILES,
     FEATURE_PARENT,
     FILES,
@@ -47,6 +48,8 @@ _SOURCE = struct.Struct("<16s16sQIHBB")
 INDEX_ENTRY = struct.Struct("<16sQQIBHB")
 TRAILER = struct.Struct("<QQ16sQQ16s16sQ16s8s")
 
+DEVICE = 2  # kind of a region
+STRIPE = 64 << 20  # of a GPU's memory
 _MAX_CHUNKS = 1 << 25
 _MAX_REGIONS = 1 << 20
 _MAX_SOURCES = 65535
@@ -169,11 +172,12 @@ class PlainImage:
             HEADER_SIZE,
             header[240:],
             header[:240],
-            FEATURE_PARENT | FEATURE_CPU_MEMORY | FEATURE_ALIKE | FEATURE_FILES,
+            FEATURE_PARENT | FEATURE_CPU_MEMORY | FEATURE_ALIKE | FEATURE_FILES | FEATURE_DEVICES,
         )
         self.has_parent = bool(required & FEATURE_PARENT)
         self.has_cpu_memory = bool(required & FEATURE_CPU_MEMORY)
         self.has_alike = bool(required & FEATURE_ALIKE)
+        self.has_devices = bool(required & FEATURE_DEVICES)
         (
             self.checkpoint_id,
             self.parent_id,
@@ -245,9 +249,23 @@ class PlainImage:
         self.gpus = parse_gpus(raw, METADATA.size, gpu_count)
         self.regions = _parse_regions(raw[regions_offset:sources_offset])
         self.sources = _parse_sources(raw[sources_offset:])
+        self._check_devices()
         self._check_sources()
         kinds = {self.kind, *(source.kind for source in self.sources)}
         require((CPU_MEMORY in kinds) == self.has_cpu_memory, "kinds and features")
+
+    def _check_devices(self) -> None:
+        of_devices = [region for region in self.regions if region.kind == DEVICE]
+        require(bool(of_devices) == self.has_devices, "regions and features")
+        require(not of_devices or len(of_devices) == len(self.regions), "memory of two kinds")
+        require(not of_devices or self.kind == 0, "memory of two kinds")
+        sizes = [0] * len(self.gpus)
+        for region in of_devices:
+            stripe, number = region.address >> 34, region.address >> 26 & 0xFF
+            require(region.address & (STRIPE - 1) == 0, "not a stripe")
+            require(number < len(sizes), "no such GPU")
+            require(sizes[number] == stripe * STRIPE and region.length <= STRIPE, "not in order")
+            sizes[number] += region.length
 
     def _check_sources(self) -> None:
         depths = {source.depth for source in self.sources}
@@ -325,7 +343,7 @@ def _parse_regions(raw: bytes) -> tuple[PlainRegion, ...]:
     for address, length, protection, kind, reserved in REGION.iter_unpack(raw):
         require(address % 4096 == 0 and length % 4096 == 0 and length > 0, "region malformed")
         require(lowest <= address and address + length <= _MAX_ADDRESS, "region out of place")
-        require(protection <= 7 and kind <= 1 and not any(reserved), "region malformed")
+        require(protection <= 7 and kind <= DEVICE and not any(reserved), "region malformed")
         lowest = address + length
         regions.append(
             PlainRegion(address=address, length=length, protection=protection, kind=kind)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -16,8 +15,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from gpustasis_bench.roots import roots_directory
 from support.job import pids_by, reap_workers
+from support.packet_filters import put_nft
 
 WORLD = 4
 PORT = 4711
@@ -34,17 +33,6 @@ def ring_states(steps: int, world: int = WORLD) -> list[str]:
         state = (state * 6364136223846793005 + total) & _MASK
         states.append(f"{state:016x}")
     return states
-
-
-def put_nft(directory: Path) -> None:
-    """nftables' program, which this machine may lack: that of the test root of engines."""
-    root = roots_directory() / "engines"
-    words = [str(root / "lib64/ld-linux-x86-64.so.2"), "--library-path"]
-    words += [str(root / "usr/lib/x86_64-linux-gnu"), str(root / "usr/sbin/nft")]
-    directory.mkdir(exist_ok=True)
-    script = directory / "nft"
-    script.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
-    script.chmod(0o755)
 
 
 class Network:

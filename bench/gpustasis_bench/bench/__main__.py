@@ -14,8 +14,9 @@ from rich.table import Table
 
 from gpustasis.criu.find import Criu, find, find_all
 from gpustasis.errors import CheckpointError
-from gpustasis_bench.bench.contenders import CONTENDERS
+from gpustasis_bench.bench.contenders import CONTENDERS, DIRECT, RATE_SETS, STAGED
 from gpustasis_bench.bench.content import WORKLOADS, require_contents
+from gpustasis_bench.bench.downtime import MOST_GPUS
 from gpustasis_bench.bench.markdown import write_page
 from gpustasis_bench.bench.plot import require_plot, write_plot
 from gpustasis_bench.bench.report import write_json
@@ -87,6 +88,33 @@ class _Names(click.ParamType[list[str]]):
 )
 @click.option("--trees/--no-trees", default=True, help="Trees of processes without CUDA (cpu).")
 @click.option("--limits/--no-limits", default=True, help="Bandwidths of the machine.")
+@click.option(
+    "--compare/--no-compare", default=True, help="Dumps and restores of each workload, in turns."
+)
+@click.option(
+    "--downtime/--no-downtime",
+    default=True,
+    help="Jobs left running: on 1 to 8 emulated GPUs, finetuning, and qlora's second checkpoint.",
+)
+@click.option(
+    "--rates",
+    type=_Names(list(RATE_SETS)),
+    default=f"{STAGED},{DIRECT}",
+    show_default=True,
+    help="Of downtime: how GPU memory is copied, at published rates; off: as fast as memory.",
+)
+@click.option(
+    "--gpus",
+    type=click.IntRange(1, MOST_GPUS),
+    default=MOST_GPUS,
+    show_default=True,
+    help="Of downtime by GPUs and tasks: on how many emulated GPUs at most.",
+)
+@click.option(
+    "--scale",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Of downtime by GPUs and tasks: what rates are divided by.  [default: 4 GiB / the memory]",
+)
 @click.option("--backend", type=click.Choice(["auto", "gpu", "emulator"]), default="auto")
 @click.option("--criu", "criu_program", help="A criu, or a root with one.  [default: the newest]")
 def command(
@@ -105,6 +133,11 @@ def command(
     running: bool,
     trees: bool,
     limits: bool,
+    compare: bool,
+    downtime: bool,
+    rates: list[str],
+    gpus: int,
+    scale: float | None,
     backend: str,
     criu_program: str | None,
 ) -> None:
@@ -125,6 +158,12 @@ def command(
         limits=limits,
         running=running,
         trees=trees,
+        compare=compare,
+        downtime=downtime,
+        rates=tuple(rates),
+        gpus=gpus,
+        scale=scale,
+        tmpfs=tmpfs_dir,
         work=work.absolute(),
         out=out,
     )
@@ -174,6 +213,10 @@ def _bounds_table(bounds: list[dict[str, object]]) -> Table:
             else f"{bound['in_turn']}; {bound['best']}: {bound['least_of']}"
         )
         met = "yes" if bound["met"] else "[bold red]NO[/]"
+        if bound["proven"] is False:
+            met += ", not proven"
+        if bound["not_measured"] is not None:
+            met = f"not measured: {bound['not_measured']}"
         measured = "-" if bound["measured"] is None else f"{bound['measured']:g}"
         table.add_row(
             str(bound["name"]), str(bound["medium"]), str(bound["bound"]), measured, met, best

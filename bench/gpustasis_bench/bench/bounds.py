@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 from gpustasis_bench.bench.contenders import OURS, STOCK
 from gpustasis_bench.errors import BenchError
 
+WRITING = "writing into the process"
 _DROP = "dropping the pages"
 _CIPHER = "AES-256-GCM"
 _MEMORY_BASE = 256 << 20
@@ -17,8 +19,10 @@ _MEMORY_SHARE = 0.001  # of the GPU memory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bound:
-    """One promise. measured is None where it could not be measured, and met is then False; of
-    ratios it is the mean over the pairs, and low and high its interval, where there is one.
+    """One promise. measured is None where it could not be measured, and met is then False;
+    not_measured says why, where that is known. Of
+    ratios it is the mean over the pairs, and low and high its interval, where there is one; proven
+    says whether all of that lies on the side of the mean, None without one.
 
     parts: for a ratio of times, seconds that each thing that must be done takes at the bandwidths
     measured in the same run. Nobody can be faster than the slowest of them: best is the other's
@@ -33,10 +37,33 @@ class Bound:
     met: bool
     low: float | None = None
     high: float | None = None
+    proven: bool | None = None
     parts: dict[str, float] | None = None
     least_of: str | None = None
     best: float | None = None
     in_turn: float | None = None
+    not_measured: str | None = None
+
+    @classmethod
+    def of_ratio(
+        cls, name: str, sign: str, limit: float, medium: str, ratio: Mapping[str, Any]
+    ) -> Self:
+        """sign: ">=" or "<=". ratio: its mean, low and high."""
+
+        def holds(value: float) -> bool:
+            return value >= limit if sign == ">=" else value <= limit
+
+        met, ends = holds(ratio["mean"]), (ratio["low"], ratio["high"])
+        return cls(
+            name=name,
+            bound=f"{sign} {limit:.3g}",
+            medium=medium,
+            measured=ratio["mean"],
+            met=met,
+            low=ratio["low"],
+            high=ratio["high"],
+            proven=None if None in ends else all(holds(end) is met for end in ends),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,37 +148,20 @@ def _of_tree(tree: dict[str, Any], figure: str) -> Bound:
     ratio = tree["ratios"][f"{figure}_seconds"]
     processes = tree["processes"]
     name = f"tree of {processes:,} process{'' if processes == 1 else 'es'}, CPU memory ours"
-    return Bound(
-        name=f"{name}: {figure}, stock over ours",
-        bound=f">= {_TREE:.3f}",
-        medium=tree["medium"],
-        measured=ratio["mean"],
-        met=ratio["mean"] >= _TREE,
-        low=ratio["low"],
-        high=ratio["high"],
-    )
+    name = f"{name}: {figure}, stock over ours"
+    return Bound.of_ratio(name, ">=", _TREE, tree["medium"], ratio)
 
 
 def _of_cpu_memory(measured: dict[str, Any]) -> list[Bound]:
     workload, medium, ratios = (measured[key] for key in ("workload", "medium", "ratios"))
-    found = []
-    for figure, title, at_least, limit in (
-        ("dump_seconds", "dump, stock over ours", True, _CPU_TIMES),
-        ("restore_seconds", "restore, stock over ours", True, _CPU_TIMES),
-        ("stored_bytes", "stored bytes, ours over stock", False, _CPU_STORED),
-    ):
-        ratio = ratios[figure]
-        found.append(
-            Bound(
-                name=f"CPU memory of {workload}: {title}",
-                bound=f"{'>=' if at_least else '<='} {limit:g}",
-                medium=medium,
-                measured=ratio["mean"],
-                met=ratio["mean"] >= limit if at_least else ratio["mean"] <= limit,
-                low=ratio["low"],
-                high=ratio["high"],
-            )
+    found = [
+        Bound.of_ratio(f"CPU memory of {workload}: {title}", sign, limit, medium, ratios[figure])
+        for figure, title, sign, limit in (
+            ("dump_seconds", "dump, stock over ours", ">=", _CPU_TIMES),
+            ("restore_seconds", "restore, stock over ours", ">=", _CPU_TIMES),
+            ("stored_bytes", "stored bytes, ours over stock", "<=", _CPU_STORED),
         )
+    ]
     share = measured["contenders"][OURS]["rss_share"]
     found.append(
         Bound(
@@ -172,14 +182,9 @@ def _of_sealing(measured: dict[str, Any], stage: str) -> Bound:
     packed = measured["contenders"]["packed"]
     cipher = packed["stored_bytes"] / measured["aes_256_gcm"]
     share = cipher / packed[f"{stage}_seconds"]
-    return Bound(
-        name=f"sealed {stage}, over one that is packed alone",
-        bound=f"<= {_SEALED:g}",
-        medium=measured["medium"],
-        measured=ratio["mean"],
-        met=ratio["mean"] <= _SEALED,
-        low=ratio["low"],
-        high=ratio["high"],
+    name = f"sealed {stage}, over one that is packed alone"
+    return replace(
+        Bound.of_ratio(name, "<=", _SEALED, measured["medium"], ratio),
         parts={_CIPHER: cipher},
         least_of=_CIPHER,
         best=round(max(1.0, share), 3),
@@ -198,21 +203,14 @@ def _of_result(
     report: dict[str, Any],
 ) -> Bound:
     ratio = result["ratios"][promise.figure]
-    measured = None if ratio is None else ratio["mean"]
     at_least = promise.figure.endswith("_seconds")
-    met = measured is not None and (
-        measured >= promise.limit if at_least else measured <= promise.limit
-    )
+    sign = ">=" if at_least else "<="
     name = promise.title + (", stock over ours" if at_least else ", ours over stock")
-    bound = Bound(
-        name=name,
-        bound=f"{'>=' if at_least else '<='} {promise.limit:g}",
-        medium=result["medium"],
-        measured=measured,
-        met=met,
-        low=None if ratio is None else ratio["low"],
-        high=None if ratio is None else ratio["high"],
-    )
+    if ratio is None:
+        text = f"{sign} {promise.limit:g}"
+        bound = Bound(name=name, bound=text, medium=result["medium"], measured=None, met=False)
+    else:
+        bound = Bound.of_ratio(name, sign, promise.limit, result["medium"], ratio)
     stock = _find(results, result, STOCK)
     if not at_least or report["limits"] is None or stock is None:
         return bound
@@ -266,7 +264,7 @@ def unavoidable_seconds(
     else:
         parts = {
             f"reading from {medium}": stored / max(of_medium["read"].values()),
-            "writing into the process": stored / max(limits["write_process"].values()),
+            WRITING: stored / max(limits["write_process"].values()),
         }
     return {name: round(seconds, 4) for name, seconds in parts.items()}
 

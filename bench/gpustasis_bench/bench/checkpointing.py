@@ -29,7 +29,7 @@ _OWN_RECORDS = (".log", ".json")  # kept beside the images, no part of them
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dumped:
     """seconds and frozen_seconds: without driver_seconds. criu_seconds: without the tool after it,
-    too. stored_bytes: all files.
+    too. cpu_seconds: user and system, of criu, worker and guardians. stored_bytes: all files.
 
     record: the plugin's statistics.
     """
@@ -38,6 +38,7 @@ class Dumped:
     criu_seconds: float
     frozen_seconds: float
     driver_seconds: float
+    cpu_seconds: float
     stored_bytes: int
     peak_rss_bytes: int
     record: dict[str, Any]
@@ -58,10 +59,11 @@ class Dumped:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restored:
-    """seconds: without driver_seconds."""
+    """seconds: without driver_seconds. cpu_seconds: as of Dumped."""
 
     seconds: float
     driver_seconds: float
+    cpu_seconds: float
     peak_rss_bytes: int
 
 
@@ -117,6 +119,7 @@ class Checkpointing:
             criu_seconds=ran.seconds - driver,
             frozen_seconds=frozen_seconds(images) - driver,
             driver_seconds=driver,
+            cpu_seconds=ran.cpu_seconds,
             stored_bytes=stored_bytes(images),
             peak_rss_bytes=max(ran.peak_rss_bytes, packed.peak_rss_bytes if packed else 0),
             record=record,
@@ -146,6 +149,7 @@ class Checkpointing:
         return Restored(
             seconds=ran.seconds - driver + (unpacked.seconds if unpacked else 0.0),
             driver_seconds=driver,
+            cpu_seconds=ran.cpu_seconds,
             peak_rss_bytes=max(ran.peak_rss_bytes, unpacked.peak_rss_bytes if unpacked else 0),
         )
 

@@ -15,6 +15,7 @@ from gpustasis.criu.find import Criu
 from gpustasis.criu.plugin import Setting
 from gpustasis.errors import UnsupportedError
 from gpustasis_bench.bench.ciphers import Cipher
+from gpustasis_bench.bench.model import GB, Rates
 from gpustasis_bench.bench.timing import TimedRun, run_timed
 
 OURS = "ours"
@@ -128,3 +129,50 @@ def why_absent(contender: Contender, criu: Criu) -> str | None:
     if process.run(words, timeout_s=60).status != 0:
         return f"not in this binary: criu {criu.version_text} was built without LZ4"
     return None
+
+
+STAGED, DIRECT, OFF = "staged", "direct", "off"
+# Published for an A100 (docs/performance.md names the sources). Of each GPU, all side by side.
+RATES = {
+    STAGED: Rates(down=2 * GB, up=7 * GB),
+    DIRECT: Rates(down=9 * GB, up=11 * GB),
+}
+RATE_SETS = (*RATES, OFF)  # off: as fast as this machine's memory
+OURS_RAM, OURS_DIRECT, OURS_BOTH = "ours ram", "ours direct", "ours direct+ram"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """contender: under its name in reports. rates: of which set. in_memory: its images go to a
+    tmpfs, and to the disk by a drain."""
+
+    contender: Contender
+    rates: str
+    in_memory: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.contender.name
+
+
+def variants(arena: Path) -> list[Variant]:
+    """All of them. arena: a folder on a tmpfs."""
+    ram: dict[str, Setting] = {"tier": "ram", "arena": str(arena)}
+    stock = CONTENDERS[STOCK].plugin
+    return [
+        Variant(contender=Contender(name=STOCK, plugin=stock), rates=STAGED),
+        Variant(contender=Contender(name=OURS), rates=STAGED),
+        Variant(
+            contender=Contender(name=OURS_RAM, plugin={**ram, "staging": "auto"}),
+            rates=STAGED,
+            in_memory=True,
+        ),
+        Variant(
+            contender=Contender(name=OURS_DIRECT, plugin={"gpu_memory": "direct"}), rates=DIRECT
+        ),
+        Variant(
+            contender=Contender(name=OURS_BOTH, plugin={**ram, "gpu_memory": "direct"}),
+            rates=DIRECT,
+            in_memory=True,
+        ),
+    ]

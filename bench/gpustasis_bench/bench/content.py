@@ -15,7 +15,7 @@ from gpustasis_bench.contents.layout import META, RECIPE
 from gpustasis_bench.errors import BenchError
 from gpustasis_bench.roots import command_in, require_root
 
-QLORA = "qlora"
+FINETUNING, QLORA = "finetuning", "qlora"
 CPU, MIXED, SEALED = "cpu", "mixed", "sealed"
 TORCH_ROOT = "torch"  # ci/test-root makes it
 
@@ -35,7 +35,7 @@ WORKLOADS = {
     each.name: each
     for each in (
         Workload(name="inference"),
-        Workload(name="finetuning"),
+        Workload(name=FINETUNING),
         Workload(name=QLORA),
         Workload(name="random", computed=False),
         Workload(name="zeros", computed=False),

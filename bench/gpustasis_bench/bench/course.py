@@ -90,12 +90,16 @@ class Course:
         medium: Medium,
         images: Sequence[Path],
         contender: Contender,
+        *,
+        cold: bool = True,
     ) -> Restored:
         """Restore from the last of `images`, all of which are cold then, and check the memory.
+        cold False: out of the page cache, as far as they are in it.
 
         Raises WrongMemoryError if it differs from `wanted`.
         """
-        self.cooled[medium.name] = medium.cool(images)
+        if cold:
+            self.cooled[medium.name] = medium.cool(images)
         restored = self.checkpointing.restore(target, images[-1], contender)
         self._require_memory(target, wanted, f"{contender.name}: restored")
         return restored
@@ -110,9 +114,27 @@ class Course:
         """
         with self.images(medium) as images:
             medium.settle()
-            target.watch()
-            dumped = self.checkpointing.dump(target, images, contender, leave_running=True)
-            gap = target.gap_seconds()
+            return self.leave_running_into(images, target, wanted, contender)
+
+    def leave_running_into(
+        self,
+        images: Path,
+        target: Target,
+        wanted: list[str],
+        contender: Contender,
+        parent: Path | None = None,
+    ) -> tuple[Dumped, float]:
+        """The same, into the new folder `images`, on top of the checkpoint `parent`.
+
+        Raises BenchError as well if the target saw a gap that is less than the driver took.
+        """
+        target.watch()
+        dumped = self.checkpointing.dump(target, images, contender, parent, leave_running=True)
+        gap = target.gap_seconds()
+        if gap < dumped.driver_seconds / max(target.gpu_tasks, 1) / 2:
+            raise BenchError(
+                f"{contender.name}: the job saw a gap of {gap:.3f} s only; it did not watch"
+            )
         self._require_memory(target, wanted, f"{contender.name}: left running")
         return dumped, gap
 

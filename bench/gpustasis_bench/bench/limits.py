@@ -7,15 +7,17 @@ import ctypes
 import functools
 import mmap
 import os
+import shutil
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from gpustasis._core import DEFAULT_CHUNK_SIZE, encode_chunk, hash128
+from gpustasis_bench.bench import storage
 from gpustasis_bench.bench.medium import Medium
+from gpustasis_bench.bench.storage import timed_together
 from gpustasis_bench.errors import BenchError
 
 THREADS = (1, 2)
@@ -51,10 +53,11 @@ time.sleep(3600)
 
 
 def measure_limits(media: list[Medium], size: int) -> dict[str, Any]:
-    """Bytes per second. `size`: bytes that are moved by each measurement.
+    """Bytes per second, the best of three times. `size`: bytes that are moved by each measurement.
 
     Keys: memcpy, read_process, write_process, drop, lz4_random, xxh3 (the last three: one thread),
-    and under each medium's name write (with fdatasync), read (cold); by number of threads.
+    and under each medium's name write (with fdatasync), read (cold); by number of threads: "1" and
+    "2", of a disk "8" only.
     """
     found: dict[str, Any] = {"memcpy": _by_threads(size, _copy_memory)}
     found["read_process"] = _by_threads(size, _read_process)
@@ -64,10 +67,13 @@ def measure_limits(media: list[Medium], size: int) -> dict[str, Any]:
     found["lz4_random"] = _rate_of(lambda: encode_chunk(chunk), len(chunk))
     found["xxh3"] = _rate_of(lambda: hash128(chunk), len(chunk))
     for medium in media:
-        found[medium.name] = {
-            "write": _by_threads(size, functools.partial(_write, medium)),
-            "read": _by_threads(size, functools.partial(_read, medium)),
-        }
+        if medium.in_memory:
+            found[medium.name] = {
+                "write": _by_threads(size, functools.partial(_write, medium)),
+                "read": _by_threads(size, functools.partial(_read, medium)),
+            }
+        else:
+            found[medium.name] = _of_disk(medium, size)
     return found
 
 
@@ -92,28 +98,6 @@ def _rate_of(work: Callable[[], object], size: int) -> int:
     return round(max(rates))
 
 
-def _together(threads: int, work: Callable[[int], None]) -> float:
-    """Seconds until all of work(0) ... work(threads - 1) are done."""
-    failures: list[Exception] = []
-
-    def guarded(index: int) -> None:
-        try:
-            work(index)
-        except (OSError, BenchError) as exc:  # told in the thread that waits
-            failures.append(exc)
-
-    workers = [threading.Thread(target=guarded, args=(index,)) for index in range(threads)]
-    begin = time.perf_counter()
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    seconds = time.perf_counter() - begin
-    if failures:
-        raise failures[0]
-    return seconds
-
-
 def _copy_memory(part: int, threads: int) -> float:
     """From memory to memory, both present, larger than a cache."""
     areas = [(_area(part), _area(part)) for _ in range(threads)]
@@ -122,7 +106,7 @@ def _copy_memory(part: int, threads: int) -> float:
         to, source = areas[index]
         ctypes.memmove(_address(to), _address(source), part)
 
-    return _together(threads, work)
+    return timed_together(threads, work)
 
 
 def _area(size: int) -> mmap.mmap:
@@ -178,14 +162,29 @@ def _transfer(call: Callable[..., int], part: int, threads: int, pages: str) -> 
                 if call(pid, ctypes.byref(local), 1, ctypes.byref(remote), 1, 0) != step:
                     raise OSError(ctypes.get_errno(), "memory of another process")
 
-        return _together(threads, work)
+        return timed_together(threads, work)
     finally:
         os.kill(pid, 9)
         os.waitpid(pid, 0)
 
 
+def _of_disk(medium: Medium, size: int) -> dict[str, dict[str, int]]:
+    """As the disk is measured in the rounds of the downtime, so that the two can be compared."""
+    write = min(medium.write_seconds(size) for _ in range(_REPEATS))
+    folder = medium.folder / "limit"
+    folder.mkdir()
+    try:
+        paths = [folder / str(number) for number in range(storage.THREADS)]
+        storage.write_direct(paths, size, medium.filesystem)
+        read = min(medium.read_seconds([folder]) for _ in range(_REPEATS))
+    finally:
+        shutil.rmtree(folder)
+    threads = str(storage.THREADS)
+    return {"write": {threads: round(size / write)}, "read": {threads: round(size / read)}}
+
+
 def _write(medium: Medium, part: int, threads: int) -> float:
-    """New files, and fdatasync; incompressible, should the storage look."""
+    """New files of a tmpfs, and fdatasync."""
     block = os.urandom(_BLOCK)
     medium.settle()
     paths = _paths(medium, threads)
@@ -201,14 +200,14 @@ def _write(medium: Medium, part: int, threads: int) -> float:
             os.close(handle)
 
     try:
-        return _together(threads, work)
+        return timed_together(threads, work)
     finally:
         for path in paths:
             path.unlink(missing_ok=True)
 
 
 def _read(medium: Medium, part: int, threads: int) -> float:
-    """Files that are not in memory (but in a tmpfs, where they are)."""
+    """Files of a tmpfs."""
     block = os.urandom(_BLOCK)
     paths = _paths(medium, threads)
     try:
@@ -216,8 +215,6 @@ def _read(medium: Medium, part: int, threads: int) -> float:
             with path.open("wb") as file:
                 for _ in range(0, part, _BLOCK):
                     file.write(block)
-        folder = paths[0].parent
-        medium.cool([folder])
 
         def work(index: int) -> None:
             buffer = bytearray(_BLOCK)
@@ -228,7 +225,7 @@ def _read(medium: Medium, part: int, threads: int) -> float:
             finally:
                 os.close(handle)
 
-        return _together(threads, work)
+        return timed_together(threads, work)
     finally:
         for path in paths:
             path.unlink(missing_ok=True)

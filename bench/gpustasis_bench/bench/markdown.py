@@ -1,16 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The part of docs/performance.md that a run of the benchmark writes."""
+"""The parts of docs/performance.md that a run of the benchmark writes: what it compares, and
+downtimes. Each stays as it is where the run has measured none of it."""
 
 from __future__ import annotations
 
+import operator
 from pathlib import Path
 from typing import Any
 
 from gpustasis_bench.bench.contenders import OURS, STOCK
+from gpustasis_bench.bench.downtime_bounds import evaluate_downtime
+from gpustasis_bench.bench.downtime_page import downtime_text
 from gpustasis_bench.bench.statistics import INTERVAL
 from gpustasis_bench.errors import BenchError
 
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
+DOWNTIME_BEGIN, DOWNTIME_END = "<!-- downtime:begin -->", "<!-- downtime:end -->"
 _READING = (
     "Medians, without the driver's time; ± is half the distance between the quartiles. In "
     "brackets: stock over this one for times, this one over stock for sizes, geometric means over "
@@ -41,13 +46,23 @@ _SEALING = (
     "times are those of both. Nothing waits for the disk there, as ours does. Medians; in brackets "
     "this one over packed."
 )
+_COMPARED = ("results", "running", "cpu_memory", "trees", "sealing", "chains", "second_checkpoints")
 _GIB, _MIB = 2**30, 2**20
 
 
 def write_page(whole: dict[str, Any], page: Path, plot: Path) -> None:
-    """Replace what stands between the marks. Raises BenchError if the page has none."""
+    """Replace what stands between the marks of each part that was measured. Raises BenchError if
+    the page has not both."""
     require_place(page, BEGIN, END)
-    replace_between(page, BEGIN, END, results_text(whole, plot.name))
+    require_place(page, DOWNTIME_BEGIN, DOWNTIME_END)
+    downtime = downtime_text(whole)
+    if downtime:
+        ours = {bound["name"] for bound in evaluate_downtime(whole)}
+        bounds = _bounds([each for each in whole["bounds"] if each["name"] in ours])
+        blocks = [_machine(whole), downtime, bounds, _limits(whole)]
+        replace_between(page, DOWNTIME_BEGIN, DOWNTIME_END, _joined(blocks))
+    if not downtime or any(whole[part] for part in _COMPARED):
+        replace_between(page, BEGIN, END, results_text(whole, plot.name))
 
 
 def require_place(page: Path, begin: str, end: str) -> None:
@@ -66,15 +81,20 @@ def replace_between(page: Path, begin: str, end: str, made: str) -> None:
 
 
 def results_text(whole: dict[str, Any], plot: str) -> str:
-    """Machine, plot, tables and bounds, in Markdown."""
-    blocks = [_machine(whole), f"![Times and sizes beside stock CRIU]({plot})"]
+    """Machine, plot, tables and bounds, in Markdown, without downtimes."""
+    blocks = [_machine(whole)]
     if whole["results"]:
-        blocks.append(_READING)
+        blocks += [f"![Times and sizes beside stock CRIU]({plot})", _READING]
     for medium in dict.fromkeys(result["medium"] for result in whole["results"]):
         blocks.append(f"### On {medium} ({whole['machine']['media'].get(medium, 'unknown')})")
         blocks.append(_results(whole, medium))
     blocks += [_running(whole), _cpu_memory(whole), _sealing(whole), _chains(whole)]
-    blocks += [_bounds(whole), _limits(whole)]
+    downtimes = {bound["name"] for bound in evaluate_downtime(whole)}
+    bounds = [each for each in whole["bounds"] if each["name"] not in downtimes]
+    return _joined([*blocks, _bounds(bounds), _limits(whole)])
+
+
+def _joined(blocks: list[str]) -> str:
     return "\n\n".join(block for block in blocks if block) + "\n"
 
 
@@ -267,37 +287,56 @@ def _chains(whole: dict[str, Any]) -> str:
     return "### Checkpoints on top of others\n\n" + "\n".join(lines) if lines else ""
 
 
-def _bounds(whole: dict[str, Any]) -> str:
-    if not whole["bounds"]:
+def _bounds(bounds: list[dict[str, Any]]) -> str:
+    if not bounds:
         return ""
+    known = [bound for bound in bounds if bound["not_measured"] is None]
+    missed = [bound for bound in known if not bound["met"]]
+    beyond = sum(map(_is_out_of_reach, missed))
+    unproven = sum(bound["met"] and bound["proven"] is False for bound in known)
     lines = [
         "### Bounds",
+        "",
+        (
+            f"{len(known)} bounds: {len(known) - len(missed)} met, {unproven} of them not proven; "
+            f"{len(missed)} missed, {beyond} of them not possible here: "
+            "all that must be done, at the bandwidths of this run, misses the bound as well."
+        ),
         "",
         "| what | medium | bound | measured | met | all that must be done | the slowest of it |",
         "| --- | --- | ---: | ---: | --- | ---: | --- |",
     ]
-    for bound in whole["bounds"]:
+    for bound in bounds:
         measured = "-" if bound["measured"] is None else f"{bound['measured']:g}"
         if bound["low"] is not None:
             measured += f" ({bound['low']:.2f} … {bound['high']:.2f})"
         best = "" if bound["best"] is None else f"{bound['best']:.2f}: {bound['least_of']}"
         met = "yes" if bound["met"] else "**no**"
+        if not bound["met"] and _is_out_of_reach(bound):
+            met += ", not possible here"
+        if bound["proven"] is False:
+            met += ", not proven"
+        if bound["not_measured"] is not None:
+            met = f"not measured: {bound['not_measured']}"
         in_turn = "" if bound["in_turn"] is None else f"{bound['in_turn']:.2f}"
         cells = [bound["name"], bound["medium"], bound["bound"], measured, met, in_turn, best]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
+def _is_out_of_reach(bound: dict[str, Any]) -> bool:
+    """Whether even all that must be done, each part at its bandwidth in the same run, misses it."""
+    if bound["in_turn"] is None:
+        return False
+    sign, limit = bound["bound"].split()
+    holds = operator.ge if sign == ">=" else operator.le
+    return not holds(bound["in_turn"], float(limit))
+
+
 def _limits(whole: dict[str, Any]) -> str:
     limits = whole["limits"]
     if limits is None:
         return ""
-    lines = [
-        "### What the machine can do",
-        "",
-        "| GiB/s | 1 thread | 2 threads |",
-        "| --- | ---: | ---: |",
-    ]
     rows = {
         "memcpy": limits["memcpy"],
         "process_vm_readv, memory that is there": limits["read_process"],
@@ -306,10 +345,22 @@ def _limits(whole: dict[str, Any]) -> str:
         "LZ4 of noise": {"1": limits["lz4_random"]},
         "XXH3-128": {"1": limits["xxh3"]},
     }
-    for medium in whole["machine"]["media"]:
-        rows[f"{medium}: write and fdatasync"] = limits[medium]["write"]
-        rows[f"{medium}: read, cold"] = limits[medium]["read"]
+    for medium, filesystem in whole["machine"]["media"].items():
+        past = "" if filesystem == "tmpfs" else ", past the page cache"
+        rows[f"{medium}: write and fdatasync{past}"] = limits[medium]["write"]
+        rows[f"{medium}: read, cold{past}"] = limits[medium]["read"]
+    threads = sorted({int(each) for rates in rows.values() for each in rates})
+    titles = [f"{each} thread{'' if each == 1 else 's'}" for each in threads]
+    lines = [
+        "### What the machine can do",
+        "",
+        "Each is the best of three times.",
+        "",
+        f"| GiB/s | {' | '.join(titles)} |",
+        f"| --- |{' ---: |' * len(threads)}",
+    ]
     for name, rates in rows.items():
-        cells = [f"{rates[key] / _GIB:.2f}" if key in rates else "" for key in ("1", "2")]
+        found = (rates.get(str(each)) for each in threads)
+        cells = ["" if rate is None else f"{rate / _GIB:.2f}" for rate in found]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)

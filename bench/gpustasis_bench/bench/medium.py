@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from gpustasis_bench.bench import storage
 from gpustasis_bench.errors import BenchError
 
 _DROP_CACHES = Path("/proc/sys/vm/drop_caches")
@@ -75,6 +76,28 @@ class Medium:
         if share > _TOLERATED:
             raise BenchError(f"{share:.0%} of the images in {self.folder} stay in memory")
         return "POSIX_FADV_DONTNEED and drop_caches"
+
+    def read_seconds(self, images: Iterable[Path]) -> float:
+        """How long it takes to read these files from storage, and do no more. Raises BenchError."""
+        folders = list(images)
+        self.cool(folders)
+        files = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
+        if self.in_memory:
+            return storage.read_cached(files)
+        return storage.read_direct(files, self.filesystem)
+
+    def write_seconds(self, size: int) -> float:
+        """How long it takes to bring `size` bytes of noise to storage, and do no more. Raises
+        BenchError."""
+        self.settle()
+        paths = [self.folder / f"noise-{number}" for number in range(storage.THREADS)]
+        try:
+            if self.in_memory:
+                return storage.write_cached(paths, size)
+            return storage.write_direct(paths, size, self.filesystem)
+        finally:
+            for path in paths:
+                path.unlink(missing_ok=True)
 
 
 def open_medium(name: str, parent: Path, needed: int) -> Medium:

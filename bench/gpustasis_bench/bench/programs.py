@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from gpustasis import process
-from gpustasis.criu.plugin import PLUGIN_NAME, plugin_directory
+from gpustasis.criu.plugin import PLUGIN_NAME, Setting, format_config, plugin_directory
 from gpustasis.errors import UnsupportedError
 from gpustasis_bench.errors import BenchError
 
@@ -69,3 +70,23 @@ def measure_hooks(
         name, median, percentile = line.split()
         medians[name], rare[name] = int(median), int(percentile)
     return HookCost(calls=calls, threads=threads, median_ns=medians, rare_ns=rare)
+
+
+def why_refused(
+    program: Path, environ: Mapping[str, str], settings: Mapping[str, Setting], config: Path
+) -> str | None:
+    """Why the plugin would not take these settings, in half a sentence; None: it takes them.
+
+    It is asked itself, as criu asks it at the start of a dump. program: hook_cost. config: a file
+    that is written for that. Raises BenchError if the plugin fails for another reason.
+    """
+    config.write_text(format_config(settings), encoding="utf-8")
+    try:
+        measure_hooks(program, {**environ, "GPUSTASIS_CONFIG": str(config)}, 1)
+    except BenchError as exc:
+        if found := re.search(r'unknown key "([^"]*)"', str(exc)):
+            return f"the plugin of this build has no setting {found[1]!r}"
+        if found := re.search(rf"{re.escape(str(config))}: ([^\n]*: must be [^\n]*)", str(exc)):
+            return f"the plugin of this build does not take {found[1]}"
+        raise
+    return None

@@ -18,12 +18,14 @@ from gpustasis_bench.bench.bounds import evaluate
 from gpustasis_bench.bench.ciphers import Cipher
 from gpustasis_bench.bench.contenders import STOCK, Codec, same_dumps
 from gpustasis_bench.bench.content import Content
+from gpustasis_bench.bench.downtime_bounds import evaluate_downtime, hold_model
 from gpustasis_bench.bench.medium import Medium
+from gpustasis_bench.bench.model import predictions, published_dumps
 from gpustasis_bench.bench.programs import HookCost
 from gpustasis_bench.bench.statistics import INTERVAL, Round, disagreements, summarise
 
 _THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-VERSION = 2
+VERSION = 3
 RATIOS_EXPLAINED = (
     "geometric means over pairs; times: stock over this one, greater is better; sizes and memory: "
     "this one over stock"
@@ -35,7 +37,8 @@ class Report:
     """Grows as the run goes on.
 
     absent: contenders that could not be measured, and why. failures: measurements that were begun
-    and came to nothing. bit_exact: no restored process held anything but what it had held.
+    and came to nothing. downtime: Downtime.found, None if that was not asked for. bit_exact: no
+    restored process held anything but what it had held.
     """
 
     backend: str
@@ -51,6 +54,7 @@ class Report:
     limits: dict[str, Any] | None = None
     hook_costs: list[HookCost] = field(default_factory=list)
     running: list[dict[str, Any]] = field(default_factory=list)
+    downtime: dict[str, Any] | None = None
     cpu_memory: list[dict[str, Any]] = field(default_factory=list)
     trees: list[dict[str, Any]] = field(default_factory=list)
     sealing: list[dict[str, Any]] = field(default_factory=list)
@@ -83,6 +87,7 @@ class Report:
             "chains": self.chains,
             "limits": self.limits,
             "running": self.running,
+            "downtime": self.downtime,
             "cpu_memory": self.cpu_memory,
             "trees": self.trees,
             "sealing": self.sealing,
@@ -90,7 +95,14 @@ class Report:
                 asdict(cost) | {"process_us": round(cost.process_us, 2)} for cost in self.hook_costs
             ],
         }
-        whole["bounds"] = evaluate(whole)
+        if self.downtime is not None:
+            whole["downtime"] = {
+                **self.downtime,
+                "model": hold_model(whole),
+                "published_dumps": published_dumps(),
+                "predictions": predictions(),
+            }
+        whole["bounds"] = evaluate(whole) + evaluate_downtime(whole)
         return whole
 
 

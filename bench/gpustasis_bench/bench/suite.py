@@ -18,6 +18,7 @@ from gpustasis_bench.bench.checkpointing import Checkpointing
 from gpustasis_bench.bench.contenders import OURS, STOCK, Contender, why_absent
 from gpustasis_bench.bench.content import (
     CPU,
+    FINETUNING,
     QLORA,
     SEALED,
     Content,
@@ -26,6 +27,7 @@ from gpustasis_bench.bench.content import (
     require_contents,
 )
 from gpustasis_bench.bench.course import Course, Say
+from gpustasis_bench.bench.downtime import REAL_BYTES, SHAPES, Downtime
 from gpustasis_bench.bench.medium import Medium, open_medium, remove_leftovers
 from gpustasis_bench.bench.programs import compile_program, measure_hooks
 from gpustasis_bench.bench.report import Report, describe_machine, describe_versions, write_json
@@ -42,7 +44,12 @@ _ROOM_CHAIN = 4.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What to measure. size: bytes of GPU memory. media: where, by name, "tmpfs" or "disk"."""
+    """What to measure. size: bytes of GPU memory. media: where, by name, "tmpfs" or "disk".
+
+    compare: rounds of the contenders with each workload. downtime: the part of that name, with
+    rates of contenders.RATE_SETS, divided by scale (None: as the memory is smaller than
+    REAL_BYTES), on so many GPUs at most; tmpfs: where its arena is made.
+    """
 
     workloads: tuple[Workload, ...]
     contenders: tuple[Contender, ...]
@@ -54,6 +61,12 @@ class Options:
     limits: bool
     running: bool
     trees: bool
+    compare: bool
+    downtime: bool
+    rates: tuple[str, ...]
+    gpus: int
+    scale: float | None
+    tmpfs: Path
     work: Path
     out: Path
 
@@ -65,6 +78,7 @@ class Options:
             "pairs": self.pairs,
             "size_bytes": self.size,
             "seed": self.seed,
+            "tools_on": next(iter(self.media)),
         }
 
 
@@ -107,11 +121,9 @@ class Suite:
                 for threads in _HOOK_THREADS:
                     found = measure_hooks(cost, self.environ, _HOOK_CALLS // threads + 1, threads)
                     report.hook_costs.append(found)
-            if options.running:
-                with self._step(report, course, "jobs left running, by GPUs and tasks"):
-                    size = max(min(options.size // 8, _SHAPE_BYTES), 4 << 20)
-                    report.running += running.measure_shapes(course, media[0], options.pairs, size)
-            for workload in options.workloads:
+            if options.downtime:
+                self._measure_downtime(media, course, report, stack)
+            for workload in options.workloads if options.compare else ():
                 self._measure(workload, media, contenders, course, report)
             return report
 
@@ -165,9 +177,11 @@ class Suite:
         report.contents.append(content)
         for medium in media:
             name = f"{workload.name} on {medium.name}"
+            # A tool that compresses is work of the processors: what it takes is seen once.
+            chosen = [each for each in contenders if each.codec is None or medium is media[0]]
             with self._step(report, course, name):
-                report.rounds += course.compare(content, medium, contenders, options.pairs)
-            if options.running:
+                report.rounds += course.compare(content, medium, chosen, options.pairs)
+            if options.running and medium is media[0]:
                 with self._step(report, course, f"{name}, left running"):
                     report.running.append(
                         running.measure_content(course, content, medium, options.pairs)
@@ -179,6 +193,45 @@ class Suite:
                 with self._step(report, course, f"{name}, chain"):
                     found = chain.measure_chain(course, content, medium, options.pairs)
                     report.chains.append(found)
+
+    def _measure_downtime(
+        self,
+        media: Sequence[Medium],
+        course: Course,
+        report: Report,
+        stack: contextlib.ExitStack,
+    ) -> None:
+        options = self.options
+        size = max(min(options.size // 8, _SHAPE_BYTES), 4 << 20)
+        arena = options.tmpfs.absolute() / f"gpustasis-bench-{os.getpid()}-arena"
+        part = Downtime(
+            course=course,
+            medium=media[-1],  # the disk, where there is one: there a checkpoint is to end
+            arena=stack.enter_context(_emptied(arena)),
+            pairs=options.pairs,
+            size=size,
+            scale=options.scale or max(1.0, REAL_BYTES / size),
+            rates=options.rates,
+            hook_cost=compile_program("hook_cost", options.work),
+        )
+        report.downtime = part.found
+        with self._step(report, course, "downtime"):
+            part.begin()
+        if not part.found:
+            return
+        with self._step(report, course, "downtime by GPUs and tasks"):
+            part.measure_shapes([each for each in SHAPES if each[0] * each[1] <= options.gpus])
+        asked = {each.name: each for each in options.workloads}
+        for name, measures in (
+            (FINETUNING, (part.measure_content, part.measure_neighbours)),
+            (QLORA, (part.measure_second,)),
+        ):
+            if name not in asked:
+                continue
+            for measure in measures:
+                with self._step(report, course, f"downtime of {name}, {measure.__name__}"):
+                    cache = options.work / "content"
+                    measure(obtain_content(asked[name], options.size, options.seed, cache))
 
     def _measure_cpu_memory(
         self, workload: Workload, media: Sequence[Medium], course: Course, report: Report
@@ -237,7 +290,7 @@ def _opened(name: str, parent: Path, needed: int) -> Iterator[Medium]:
 @contextlib.contextmanager
 def _emptied(folder: Path) -> Iterator[Path]:
     """A folder that is not there afterwards."""
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     try:
         yield folder
     finally:

@@ -8,13 +8,14 @@
  *
  *     load LAYOUT       allocate the layout's segments, if that was not done, and copy its bytes
  *     hash              answer with a hash of all segments, read back from the GPU
- *     spread GPUS BYTES  allocate so many bytes on each of the first GPUs, and fill them
+ *     spread GPUS BYTES  allocate so many bytes on each of so many GPUs, its own first, and fill them
  *     hold BYTES        have CPU memory as well, of which half compresses; it is hashed too
  *     change PERCENT SEED  overwrite that share of the memory, always the same blocks, with noise
  *     watch             from now on, touch the GPU twice in a millisecond
  *     gap               answer with the longest time between two touches, in ns, and stop touching
  *
- * `target TASKS` is a tree of so many such processes; the second works in `task-1`, and so on.
+ * `target TASKS` is a tree of so many such processes; the second works in `task-1`, and so on. All
+ * use the first GPU; with `target TASKS own` the second uses the second GPU and no other, and so on.
  * It keeps no file open and no buffer between requests, so that nearly all it has is on the GPU.
  * Layouts: content.py. Needs libcuda.so.1 when it runs, nothing of CUDA to be compiled.
  */
@@ -53,15 +54,15 @@ enum {
     kLine = 4200
 };
 
+static int home; /* its own GPU */
 static void* contexts[kMaxGpus];
 static struct {
     device_pointer address;
     size_t size;
     int gpu;
 } segments[kMaxSegments];
-static size_t segment_count;
 static char *buffer, *held;
-static size_t held_size;
+static size_t segment_count, held_size;
 
 static void answer(const char* format, ...) {
     FILE* file = fopen("answer.part", "w");
@@ -126,7 +127,7 @@ static int use_gpu(int gpu) {
 
 static int start_driver(void) {
     TRY(cu_init(0));
-    return use_gpu(0);
+    return use_gpu(home);
 }
 
 static int copy_bytes(int file, size_t segment, size_t offset, size_t size, off_t at) {
@@ -153,6 +154,7 @@ static int add_segment(size_t index, size_t size) {
         FAIL("too many segments\n");
     TRY(cu_alloc(&segments[segment_count].address, size));
     TRY(cu_set_bytes(segments[segment_count].address, 0, size));
+    segments[segment_count].gpu = home;
     segments[segment_count++].size = size;
     return 0;
 }
@@ -188,7 +190,7 @@ static int change(unsigned percent, uint64_t seed) {
             changed += size;
         }
     }
-    if (use_gpu(0) != 0)
+    if (use_gpu(home) != 0)
         return -1;
     answer("ok %zu\n", changed);
     return 0;
@@ -196,13 +198,13 @@ static int change(unsigned percent, uint64_t seed) {
 
 /* Noise, another one for each GPU and task. */
 static int spread(int gpus, size_t size) {
-    if (gpus < 1 || gpus > kMaxGpus || segment_count != 0)
+    if (gpus < 1 || gpus > kMaxGpus - home || segment_count != 0)
         FAIL("cannot spread over %d GPUs\n", gpus);
     uint64_t state = (uint64_t)getpid();
     for (int gpu = 0; gpu < gpus; ++gpu) {
-        if (use_gpu(gpu) != 0 || add_segment(segment_count, size) != 0)
+        if (use_gpu(home + gpu) != 0 || add_segment(segment_count, size) != 0)
             return -1;
-        segments[segment_count - 1].gpu = gpu;
+        segments[segment_count - 1].gpu = home + gpu;
         for (size_t done = 0; done < size; done += kBufferSize) {
             make_noise(&state, kBufferSize);
             const size_t left = size - done;
@@ -210,7 +212,7 @@ static int spread(int gpus, size_t size) {
                              left < kBufferSize ? left : kBufferSize));
         }
     }
-    return use_gpu(0);
+    return use_gpu(home);
 }
 
 static struct {
@@ -232,10 +234,8 @@ static void touch(void) {
 
 static int follow(FILE* layout) {
     char line[kLine];
-    int file = -1;
-    int result = 0;
-    size_t seen = 0;
-    size_t segment = 0, offset = 0, size = 0;
+    int file = -1, result = 0;
+    size_t seen = 0, segment = 0, offset = 0, size = 0;
     long long at = 0;
     while (result == 0 && fgets(line, sizeof line, layout) != NULL) {
         line[strcspn(line, "\n")] = '\0';
@@ -286,7 +286,7 @@ static int hash(void) {
         }
         total += segments[i].size;
     }
-    if (use_gpu(0) != 0)
+    if (use_gpu(home) != 0)
         return -1;
     add_to_hash(lanes, held, held_size);
     total += held_size;
@@ -358,17 +358,16 @@ static void serve(void) {
 }
 
 /* The others of the tree, before the driver is there: each in a folder of its own. */
-static int fork_others(int tasks) {
+static int fork_others(int tasks, bool own_gpus) {
     for (int task = 1; task < tasks; ++task) {
         char folder[32];
         snprintf(folder, sizeof folder, "task-%d", task);
-        if (mkdir(folder, 0700) != 0)
+        if (mkdir(folder, 0700) != 0 || (own_gpus && task >= kMaxGpus))
             return -1;
         const pid_t child = fork();
-        if (child < 0)
-            return -1;
-        if (child == 0)
-            return chdir(folder);
+        home = child == 0 && own_gpus ? task : 0;
+        if (child <= 0)
+            return child < 0 ? -1 : chdir(folder);
     }
     return 0;
 }
@@ -378,7 +377,7 @@ int main(int argc, char** argv) {
     sigemptyset(&signals);
     sigaddset(&signals, SIGUSR1);
     sigprocmask(SIG_BLOCK, &signals, NULL);
-    if (argc > 1 && fork_others(atoi(argv[1])) != 0)
+    if (argc > 1 && fork_others(atoi(argv[1]), argc > 2 && strcmp(argv[2], "own") == 0) != 0)
         return 1;
     if (find_driver() != 0 || start_driver() != 0)
         return 1;

@@ -76,7 +76,7 @@ class Target:
         return [self._ask("hash", place) for place in self._pids]
 
     def spread(self, gpus: int, size: int) -> None:
-        """Have each task hold `size` bytes of noise on each of the first `gpus` GPUs."""
+        """Have each task hold `size` bytes of noise on each of `gpus` GPUs, its own first."""
         for place in self._pids:
             self._ask(f"spread {gpus} {size}", place)
 
@@ -93,6 +93,16 @@ class Target:
                 if line.startswith("Anonymous:"):
                     found += int(line.split()[1]) << 10
         return found
+
+    def reset_peak(self) -> int:
+        """Forget how much memory its processes have had at most; the bytes that they have now."""
+        for pid in self._pids.values():
+            Path(f"/proc/{pid}/clear_refs").write_text("5\n", encoding="ascii")  # proc(5)
+        return sum(_status_bytes(pid, "VmRSS") for pid in self._pids.values())
+
+    def peak_bytes(self) -> int:
+        """The most that each has had since `reset_peak`, summed over them."""
+        return sum(_status_bytes(pid, "VmHWM") for pid in self._pids.values())
 
     def change(self, percent: int, seed: int) -> int:
         """Overwrite that share of its GPU memory, always the same blocks, with noise that only this
@@ -168,6 +178,13 @@ class Target:
     def _said(self) -> str:
         path = self._folder / "output.txt"
         return path.read_text(errors="replace").strip()[-400:] or "it said nothing"
+
+
+def _status_bytes(pid: int, key: str) -> int:
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith(f"{key}:"):
+            return int(line.split()[1]) << 10
+    raise BenchError(f"/proc/{pid}/status has no {key}")
 
 
 def _close_others() -> list[tuple[int, int]]:

@@ -13,20 +13,23 @@ from pathlib import Path
 
 from gpustasis_bench.errors import BenchError
 
-WORKER_COMM = "gpustasis-work"  # src/cuda_plugin/worker_process.cpp
+HELPER_COMM = "gpustasis-"  # of the worker and the guardians: shed_criu of src/cuda_plugin
 _SAMPLE_S = 0.01
 _SAMPLES_PER_LOOK = 5  # for workers, which is dearer, and takes processors from what is measured
 _PROC = Path("/proc")
 _STATUS_BYTES = 8192
+_HELPERS_END_S = 10.0  # after criu; then something is wrong
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedRun:
-    """A program that has ended well. peak_rss_bytes: its own and, where asked for, the plugin's
-    worker's, each at its highest."""
+    """A program that has ended well. peak_rss_bytes: its own and, where asked for, that of the
+    plugin's worker and guardians, each at its highest. cpu_seconds: user and system, of the same
+    and of the children that they have waited for."""
 
     seconds: float
     peak_rss_bytes: int
+    cpu_seconds: float
 
 
 def run_timed(
@@ -56,16 +59,36 @@ def run_timed(
     watch = _Watch(pid, begin + timeout_s, with_worker)
     watch.start()
     try:
-        _, status = os.waitpid(pid, 0)  # no polling: it would blur the time
+        _, status, usage = os.wait4(pid, 0)  # no polling: it would blur the time
         seconds = time.perf_counter() - begin
     finally:
         watch.stop()
+    cpu_seconds = usage.ru_utime + usage.ru_stime
+    if with_worker:
+        cpu_seconds += sum(_cpu_of_helper(helper) for helper in watch.helpers())
     code = os.waitstatus_to_exitcode(status)
     if code != 0:
         said = output.read_text(errors="replace").strip()[-600:]
         late = f" (killed after {timeout_s:.0f} s)" if watch.timed_out else ""
         raise BenchError(f"{words[0]} ended with {code}{late}: {said}")
-    return TimedRun(seconds=seconds, peak_rss_bytes=watch.peak_bytes)
+    return TimedRun(
+        seconds=seconds, peak_rss_bytes=watch.peak_bytes, cpu_seconds=round(cpu_seconds, 6)
+    )
+
+
+def _cpu_of_helper(pid: int) -> float:
+    """User and system seconds of a child of ours that is about to end, and reap it."""
+    deadline = time.monotonic() + _HELPERS_END_S
+    while True:
+        try:
+            ended, _, usage = os.wait4(pid, os.WNOHANG)
+        except ChildProcessError:
+            raise BenchError(f"process {pid} of the plugin's is no child of this one") from None
+        if ended == pid:
+            return usage.ru_utime + usage.ru_stime
+        if time.monotonic() > deadline:
+            raise BenchError(f"process {pid} of the plugin's outlives criu by {_HELPERS_END_S} s")
+        time.sleep(_SAMPLE_S)
 
 
 class _Watch(threading.Thread):
@@ -90,7 +113,7 @@ class _Watch(threading.Thread):
         samples = 0
         while not self._ended.wait(_SAMPLE_S):
             if self._with_worker and samples % _SAMPLES_PER_LOOK == 0:
-                self._look_for_workers()
+                self._look_for_helpers()
             samples += 1
             for each in self._watched.values():
                 each.sample()
@@ -99,13 +122,19 @@ class _Watch(threading.Thread):
                 os.kill(self._pid, signal.SIGKILL)
                 return
 
+    def helpers(self) -> list[int]:
+        """The worker and the guardians, which are this process's children when criu has ended."""
+        return [int(pid) for pid in self._watched if int(pid) != self._pid]
+
     def stop(self) -> None:
         self._ended.set()
         self.join()
+        if self._with_worker:
+            self._look_for_helpers()  # what has begun since the last look
         for each in self._watched.values():
             each.close()
 
-    def _look_for_workers(self) -> None:
+    def _look_for_helpers(self) -> None:
         for pid in os.listdir(_PROC):
             if not pid.isdigit() or pid in self._others or pid in self._watched:
                 continue
@@ -116,7 +145,7 @@ class _Watch(threading.Thread):
                 continue
             # criu's grandchild comes to us, the subreaper; not the worker of another's criu.
             parent = int(stat[stat.rindex(")") + 2 :].split()[1])
-            if name == WORKER_COMM and parent in (self._pid, os.getpid()):
+            if name.startswith(HELPER_COMM) and parent in (self._pid, os.getpid()):
                 self._watched[pid] = _HighWater(pid)
 
 

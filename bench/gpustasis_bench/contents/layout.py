@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
-RECIPE = 4  # raised when contents are made differently: those kept are then made anew
+RECIPE = 5  # raised when contents are made differently: those kept are then made anew
 META = "content.json"
 DATA = "tensors.bin"
 

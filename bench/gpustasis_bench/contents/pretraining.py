@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from gpustasis_bench.contents.layout import ContentWriter
 from gpustasis_bench.contents.network import (
@@ -18,6 +17,7 @@ from gpustasis_bench.contents.network import (
     embed,
     initial_layer,
     initial_outer,
+    linear,
     loss_of,
     read_corpus,
     run_layer,
@@ -51,7 +51,7 @@ class _Model:
                 self.weights,
                 layer,
                 x,
-                lambda name, value: functional.linear(value, self.weights[name]),
+                lambda name, value: linear(value, self.weights[name]),
             )
         return loss_of(self.weights, x, targets)
 

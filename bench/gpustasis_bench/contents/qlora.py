@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from gpustasis_bench.contents.layout import ContentWriter
 from gpustasis_bench.contents.network import (
@@ -23,6 +22,7 @@ from gpustasis_bench.contents.network import (
     embed,
     initial_layer,
     initial_outer,
+    linear,
     loss_of,
     read_corpus,
     run_layer,
@@ -80,8 +80,8 @@ class _Tuning:
     def _linear(self, name: str, x: Tensor) -> Tensor:
         down = self.adapters[f"{name}.a"].to(torch.bfloat16)
         up = self.adapters[f"{name}.b"].to(torch.bfloat16)
-        whole = functional.linear(x, self.base[name])
-        return whole + functional.linear(functional.linear(x, down), up) * self.scale
+        whole = linear(x, self.base[name])
+        return whole + linear(linear(x, down), up) * self.scale
 
 
 def fill_qlora(writer: ContentWriter, size: int, seed: int) -> None:
@@ -174,7 +174,7 @@ class _Apply:
     weights: Weights
 
     def __call__(self, name: str, x: Tensor) -> Tensor:
-        return functional.linear(x, self.weights[name])
+        return linear(x, self.weights[name])
 
 
 def _write_quantised(writer: ContentWriter, name: str, quantised: Quantised) -> None:

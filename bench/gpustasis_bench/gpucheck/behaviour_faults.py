@@ -27,6 +27,7 @@ from gpustasis_bench.gpucheck.target import TargetError
 _GIB = 4
 _KERNEL_GIB = 1 / 4
 _AFTER_SECONDS = 0.3  # how long a call goes on until somebody is killed
+_FREED_SECONDS = 5.0
 _AFTER_LOCK_SECONDS = 0.1
 _QUIET_SECONDS = 1.5  # a target that did not change for so long is left to itself
 _SPARE_SECONDS = 1.0  # what goes on after a kernel has gone on by then
@@ -146,7 +147,16 @@ def target_killed(lab: Lab, found: Found, save: Callable[[], None]) -> None:
     found["reaped_after_seconds"] = round(time.monotonic() - begin, 3)
     found["status"] = target.process.returncode
     found["call"] = call.wait(lab.left)
-    found["gpu_bytes_after"] = gpu_bytes_used()
+    # The driver gives it back on its own time.
+    taken = found["gpu_bytes_with_target"] - found["gpu_bytes_before"]
+    begin = time.monotonic()
+    while True:
+        found["gpu_bytes_after"] = gpu_bytes_used()
+        found["looked_for_seconds"] = round(time.monotonic() - begin, 3)
+        left = found["gpu_bytes_after"] - found["gpu_bytes_before"]
+        if left < taken / 10 or found["looked_for_seconds"] > _FREED_SECONDS:
+            break
+        time.sleep(0.05)
     save()
     found["GetState"] = lab.call(lab.caller(), "GetState", target, 10.0)
     other = lab.target(_KERNEL_GIB)

@@ -74,6 +74,8 @@ def _why_not_done(operation: Operation, config: Config, place: Path) -> str:
     if not operation.stop and not _is_same(operation):
         # The agent would have looked at once. Now whatever had its pid may be what was dumped.
         return f"{operation.subject} has ended: whether {place} is of it cannot be told"
+    if operation.stop and _is_same(operation):
+        return f"{operation.subject} was not ended: criu got no answer whether it may"
     target = config.target(operation.target)
     if operation.target and target is None:
         return f"the configuration has no target {operation.target} any more"

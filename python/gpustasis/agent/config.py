@@ -8,7 +8,6 @@ import grp
 import os
 import pwd
 import re
-import stat
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
@@ -17,7 +16,7 @@ from typing import Any
 
 from gpustasis.agent.subjects import CONTAINERS, Subject, parse_container
 from gpustasis.errors import AgentError
-from gpustasis.files import open_regular
+from gpustasis.files import read_trusted
 from gpustasis.image.prune import parse_duration
 
 DEFAULT_FILE = Path("/etc/gpustasis/agent.toml")
@@ -105,24 +104,13 @@ def load(path: Path | None) -> Config:
     file and the key."""
     place = path or DEFAULT_FILE
     try:
-        with open_regular(place) as file:
-            found = os.fstat(file.fileno())
-            raw = file.read(_MAX_BYTES + 1)
+        return parse(tomllib.loads(read_trusted(place, _MAX_BYTES)))
     except FileNotFoundError as exc:
         if path is None:
             return Config()
         raise AgentError(f"there is no configuration {place}") from exc
     except OSError as exc:
         raise AgentError(f"cannot read the configuration {place}: {exc.strerror}") from exc
-    if found.st_uid not in (0, os.geteuid()) or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise AgentError(
-            f"the configuration {place} is refused: it belongs to user {found.st_uid} with mode "
-            f"{stat.S_IMODE(found.st_mode):04o}, and others than root could change it"
-        )
-    try:
-        if len(raw) > _MAX_BYTES:
-            raise ValueError(f"it has more than {_MAX_BYTES} bytes")
-        return parse(tomllib.loads(raw.decode("utf-8")))
     except ValueError as exc:  # not UTF-8, not TOML, or not as it should be
         raise AgentError(f"configuration {place}: {exc}") from exc
 

@@ -24,13 +24,14 @@ from gpustasis.jobs.contained import (
     Engine,
     why_over,
 )
+from gpustasis.jobs.cuda import unlock_cuda
 from gpustasis.jobs.dumps import record_of, seal_of
 from gpustasis.jobs.member import Keeper, Settings
 from gpustasis.jobs.messages import Limits, Phase
 from gpustasis.jobs.network import Lock
 from gpustasis.jobs.pace import Pace
 from gpustasis.jobs.place import STATE_DIRECTORY, Place, place_of
-from gpustasis.jobs.rank import Context, Options, Part, RankWork, unlock_cuda
+from gpustasis.jobs.rank import Context, Options, Part, RankWork
 from gpustasis.jobs.records import Keys, Plan, number_of
 from gpustasis.jobs.stopping import tree_pids
 from gpustasis.jobs.store import Put, Store

@@ -17,12 +17,14 @@ from gpustasis.cli.framework import Group, run
 # when a command of theirs runs: `--help` and completion stay fast.
 COMMANDS: dict[str, tuple[str, str]] = {
     "agent": ("agent.command", "have one daemon per node make checkpoints, and ask it"),
+    "arena": ("arena.command", "look after the memory that checkpoints go into first"),
     "build-image": ("build_image.command", "make an OCI image of a checkpoint archive"),
     "checkpoint": ("tasks.checkpoint", "dump a process tree, GPU memory included"),
     "containerd": ("containerd.command", "checkpoint a container of containerd's, through CRI"),
     "crio": ("containerd.crio", "checkpoint a container of CRI-O's, through CRI"),
     "diff": ("diff.command", "say what changed in memory between two checkpoints"),
     "doctor": ("doctor.command", "say what this machine lacks and what to do about it"),
+    "drain": ("drain.drain", "bring a checkpoint that is in memory to its directory"),
     "emulator": ("emulator.command", "run programs on emulated GPUs, for tests and trials"),
     "flatten": ("flatten.command", "copy a checkpoint so that it needs no other"),
     "inspect": ("inspect.command", "say what a checkpoint holds"),
@@ -31,6 +33,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "kubelet": ("kubelet.command", "checkpoint containers of a cluster, through the kubelets"),
     "list": ("list.command", "list the checkpoints in a directory of them"),
     "migrate": ("streams.migrate", "move a process tree to another host"),
+    "peer": ("peer.command", "keep copies of checkpoints in the memory of a neighbour"),
     "plan": ("plan.command", "say how often to take checkpoints, and what they cost and save"),
     "plugin-dir": ("install.plugin_dir", "print the directory to give to criu as --libdir"),
     "podman": ("podman.command", "checkpoint and restore Podman's containers"),
@@ -44,6 +47,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "uninstall": ("install.uninstall", "undo install"),
     "unseal": ("seal.unseal", "decrypt a sealed checkpoint"),
     "verify": ("verify.command", "check every byte of a checkpoint"),
+    "wait": ("drain.wait", "wait until a checkpoint is on the disk"),
     "watch": ("watch.command", "show how fast a job writes to its memory, and what follows"),
 }
 PROGRAM = "gpustasis"

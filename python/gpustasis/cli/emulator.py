@@ -20,7 +20,9 @@ from gpustasis.emulator.cdi import DEFAULT_FILE, KIND, specification, write_spec
 from gpustasis.errors import EmulatorError
 from gpustasis.text import mib
 
-_OPERATIONS = ["any", "init", "get_state", "lock", "checkpoint", "restore", "unlock"]
+_OPERATIONS = [
+    *["any", "init", "get_state", "lock", "checkpoint", "restore", "unlock", "complete"],
+]
 _ACTIONS = [
     *["error", "hang", "die", "oom", "failed", "fail_after", "delay", "hang_half", "state", "lie"],
     *["twice", "nonsense", "wrong", "close", "race", "end_thread"],
@@ -71,6 +73,13 @@ def _machine_options(command: Command) -> Command:
                 "[default: 2,7]",
             ),
             click.option(
+                "--direct-rates",
+                metavar="D2H,H2D",
+                callback=_parse_rates,
+                help="The same for what a caller copies itself with custom storage, from driver "
+                "615 on.  [default: 8.9,10.8; 0 with --rates 0]",
+            ),
+            click.option(
                 "--name", help="Name of each GPU's model.  [default: gpustasis emulated GPU]"
             ),
             click.option(
@@ -94,9 +103,10 @@ def _options(
     name: str | None,
     settings: tuple[str, ...],
     rates: tuple[float, float] | None,
+    direct_rates: tuple[float, float] | None,
 ) -> Options:
     pairs = dict(setting.partition("=")[::2] for setting in settings)
-    return Options(gpus, memory, uuid, driver, name, pairs, rates)
+    return Options(gpus, memory, uuid, driver, name, pairs, rates, direct_rates)
 
 
 @click.group("emulator", cls=Group)

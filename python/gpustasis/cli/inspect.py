@@ -15,6 +15,7 @@ from gpustasis.cli.output import Node
 from gpustasis.cli.requirement_rows import NOTHING_SAVED, driver_text, requirements_rows
 from gpustasis.criu.statistics import EMULATOR
 from gpustasis.image.archive_view import ArchiveView
+from gpustasis.image.arena import Tier, stored_directory, tier_at
 from gpustasis.image.checkpoint import State
 from gpustasis.image.directory import allow_many_files
 from gpustasis.image.inspection import (
@@ -49,20 +50,26 @@ def command(checkpoint: Path, parents: tuple[Path, ...], *, wants_requirements: 
     allow_many_files()
     opened = gpustasis.open(checkpoint, parents)
     found = opened.inspect()
+    tier = tier_at(checkpoint)
+    state = {"state": tier.value}
     if wants_requirements:
         needed = opened.requirements()
         document = {"requirements": None if needed is None else needed.to_json()}
         output.answer(
-            found.to_json() | document,
+            found.to_json() | state | document,
             lambda: output.facts(found.directory, requirements_rows(found, needed)),
         )
         return
 
     def show() -> None:
-        output.facts(found.directory, _summary(found))
+        rows = _summary(found)
+        if tier == Tier.LOCAL:
+            place = stored_directory(checkpoint)
+            rows.insert(1, ("State", f"local: only in memory yet, in {place}"))
+        output.facts(found.directory, rows)
         output.tree(_process_tree(found.processes))
 
-    output.answer(found.to_json(), show)
+    output.answer(found.to_json() | state, show)
 
 
 def _summary(found: Inspection) -> list[tuple[str, str]]:

@@ -205,11 +205,11 @@ def show(name: str, epoch: int | None, **options: Any) -> None:
     with open_store(options) as store:
         found = kept.find_epoch(store, Keys(name), epoch)
         records = kept.records_of(found)
-    titles = ("RANK", "HOST", "SIZE", "DIGEST", "CONNECTIONS", "DIRECTORY")
+    titles = ("RANK", "HOST", "SIZE", "DIGEST", "CONNECTIONS", "COPY", "DIRECTORY")
     rows = [
         (
             *(str(rank), one.host, mib(one.bytes), one.digest[:_SHOWN]),
-            *(len(one.network.connections), one.directory),
+            *(len(one.network.connections), one.peer or "-", one.directory),
         )
         for rank, one in enumerate(records)
     ]

@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from gpustasis.cli.options import Size
+from gpustasis.jobs.messages import Limits
 
 if TYPE_CHECKING:
     from gpustasis.jobs.store import Store
 
 Decorated = TypeVar("Decorated", bound=Callable[..., object])
+_LIMITS = Limits()
 _FILE = click.Path(dir_okay=False, path_type=Path)
 
 
@@ -146,3 +148,56 @@ def preempting_options(function: Decorated) -> Decorated:
     ):
         function = option(function)
     return function
+
+
+commit_option = click.option(
+    "--commit-at",
+    type=click.Choice(["durable", "peer"]),
+    default="durable",
+    show_default=True,
+    help="Commit a checkpoint when the rank's dump is on the disk; or when it is in memory here, "
+    "and copied to the neighbour that the configuration of `gpustasis peer` names: it is drained "
+    "to the disk afterwards.",
+)
+
+
+def _seconds(name: str, default: float, text: str) -> Callable[[Decorated], Decorated]:
+    return click.option(
+        name,
+        type=click.FloatRange(min=0.1),
+        default=default,
+        show_default=True,
+        metavar="S",
+        help=text,
+    )
+
+
+def limit_options(function: Decorated) -> Decorated:
+    """How long each step of an epoch may take."""
+    ttl = click.option(
+        "--ttl",
+        type=click.IntRange(2),
+        default=10,
+        show_default=True,
+        metavar="S",
+        help="Seconds without a word from a rank's keeper after which the others take it for gone.",
+    )
+    limits = (
+        (
+            "--away",
+            8.0,
+            "without the store after which a rank that may leave an epoch does, and runs on.",
+        ),
+        (
+            "--look-limit",
+            _LIMITS.look_s,
+            "for all ranks to join an epoch, and to look whether they can be checkpointed.",
+        ),
+        ("--safe-point-limit", 60.0, "for COMMAND to reach one, with --safe-points."),
+        ("--cuda-limit", _LIMITS.lock_cuda_s, "to lock CUDA in all ranks."),
+        ("--network-limit", _LIMITS.lock_network_s, "to lock the network of all ranks."),
+        ("--dump-limit", _LIMITS.dump_s, "for all dumps, or restores, until the epoch is decided."),
+    )
+    for name, default, text in reversed(limits):
+        function = _seconds(name, default, f"Seconds {text}")(function)
+    return ttl(function)

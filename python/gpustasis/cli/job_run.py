@@ -14,8 +14,15 @@ import click
 from gpustasis import nccl
 from gpustasis.cli import output
 from gpustasis.cli.framework import Command
-from gpustasis.cli.job_options import open_store, preempting_options, store_options
+from gpustasis.cli.job_options import (
+    commit_option,
+    limit_options,
+    open_store,
+    preempting_options,
+    store_options,
+)
 from gpustasis.cli.job_recovery import (
+    Choice,
     choice_of,
     keep_recovered,
     recovery_options,
@@ -34,26 +41,13 @@ from gpustasis.jobs.messages import Limits
 if TYPE_CHECKING:
     from gpustasis.intervals import Periodic
     from gpustasis.jobs.ending import Early, Ended
-    from gpustasis.jobs.preempting import Grace
+    from gpustasis.jobs.member import Settings
+    from gpustasis.jobs.preempting import Grace, Preempting
     from gpustasis.jobs.rank import Context
     from gpustasis.jobs.supervise import Supervisor
 
 Decorated = TypeVar("Decorated", bound=Callable[..., object])
-_LIMITS = Limits()
 _RUN = "/run/gpustasis/jobs"
-
-
-def _seconds(
-    name: str, default: float, text: str
-) -> Callable[[Callable[..., object]], Callable[..., object]]:
-    return click.option(
-        name,
-        type=click.FloatRange(min=0.1),
-        default=default,
-        show_default=True,
-        metavar="S",
-        help=text,
-    )
 
 
 @click.command("run", cls=Command)
@@ -101,6 +95,7 @@ def _seconds(
     "newest N whole ones, those on this host.  [default: all stay]",
 )
 @chain_option("How many of the rank's dumps by --interval are built on a full one")
+@commit_option
 @preempting_options
 @click.option("--tcp-close", is_flag=True, help="TCP connections come back closed at a restore.")
 @click.option(
@@ -133,32 +128,7 @@ def _seconds(
     show_default=True,
     help="Directory for locks and scripts, which are of use until the next boot only.",
 )
-@click.option(
-    "--ttl",
-    type=click.IntRange(2),
-    default=10,
-    show_default=True,
-    metavar="S",
-    help="Seconds without a word from a rank's keeper after which the others take it for gone.",
-)
-@_seconds(
-    "--away",
-    8.0,
-    "Seconds without the store after which a rank that may leave an epoch does, and runs on.",
-)
-@_seconds(
-    "--look-limit",
-    _LIMITS.look_s,
-    "Seconds for all ranks to join an epoch, and to look whether they can be checkpointed.",
-)
-@_seconds("--safe-point-limit", 60.0, "With --safe-points: seconds for COMMAND to reach one.")
-@_seconds("--cuda-limit", _LIMITS.lock_cuda_s, "Seconds to lock CUDA in all ranks.")
-@_seconds("--network-limit", _LIMITS.lock_network_s, "Seconds to lock the network of all ranks.")
-@_seconds(
-    "--dump-limit",
-    _LIMITS.dump_s,
-    "Seconds for all dumps, or restores, until the epoch is decided.",
-)
+@limit_options
 @click.option(
     "--writes",
     type=click.FloatRange(min=1),
@@ -181,6 +151,7 @@ def run(
     mtbf: timedelta,
     keep_last: int | None,
     max_chain: int,
+    commit_at: str,
     checkpoint_on_sigterm: bool,
     grace: float,
     reserve: float,
@@ -216,12 +187,13 @@ def run(
     the whole job does.
     """
     from gpustasis.criu.find import find
+    from gpustasis.jobs.aftercare import tended
     from gpustasis.jobs.member import Settings
+    from gpustasis.jobs.neighbour import CommitAt
     from gpustasis.jobs.place import place_of
     from gpustasis.jobs.preempting import Preempting
     from gpustasis.jobs.rank import Context, Options
     from gpustasis.jobs.records import Keys
-    from gpustasis.jobs.supervise import Supervisor
 
     choice, tell = choice_of(options), output.teller()
     if restore and words:
@@ -251,6 +223,7 @@ def run(
         older=older_if_unverified,
         keep_last=keep_last or 0,
         max_chain=max_chain,
+        commit_at=CommitAt(commit_at),
     )
     with open_store(options) as store:
         place = place_of(job, rank, directory, run_directory)
@@ -262,21 +235,16 @@ def run(
             context = Context(place, world, store, keys, use)
             if safe_points:
                 context.seat.make(anew=False)
-            preempts = None
-            if checkpoint_on_sigterm:
-                preempts = Preempting(context, terms, tell, says)
-            if choice.restarts is not None:
-                ended = keep_recovered(
+            preempts = Preempting(context, terms, tell, says) if checkpoint_on_sigterm else None
+            with tended(context.aftercare, output.warn):
+                ended = _keep_rank(
                     *(context, settings, choice, words),
                     restore=restore,
                     newest=restore_newest,
                     periodic=periodic,
                     preempting=preempts,
                 )
-            else:
-                supervisor = Supervisor(context, settings, tell, preempts)
-                ended = _keep(supervisor, context, words, restore, restore_newest, periodic)
-            says(**_end_of(context, ended, preempts.because if preempts else ""))
+                says(**_end_of(context, ended, preempts.because if preempts else ""))
     fields = {"job": job, "rank": rank, "epoch": ended.epoch or None, "status": ended.status}
 
     def show() -> None:
@@ -352,6 +320,32 @@ def _begin(
     return found
 
 
+def _keep_rank(
+    context: Context,
+    settings: Settings,
+    choice: Choice,
+    words: tuple[str, ...],
+    *,
+    restore: bool,
+    newest: bool,
+    periodic: Periodic | None,
+    preempting: Preempting | None,
+) -> Ended:
+    """Until the rank has ended."""
+    from gpustasis.jobs.supervise import Supervisor
+
+    if choice.restarts is not None:
+        return keep_recovered(
+            *(context, settings, choice, words),
+            restore=restore,
+            newest=newest,
+            periodic=periodic,
+            preempting=preempting,
+        )
+    supervisor = Supervisor(context, settings, output.teller(), preempting)
+    return _keep(supervisor, context, words, restore, newest, periodic)
+
+
 def _keep(
     supervisor: Supervisor,
     context: Context,
@@ -360,7 +354,7 @@ def _keep(
     newest: bool,
     periodic: Periodic | None,
 ) -> Ended:
-    """Until the rank has ended."""
+    """The same of a job that is not recovered."""
     from gpustasis.jobs.clock import by_the_clock
     from gpustasis.jobs.ending import Early
     from gpustasis.jobs.preempting import note_ended

@@ -10,6 +10,7 @@ import click
 
 from gpustasis.cli import output
 from gpustasis.cli.framework import Command
+from gpustasis.image.arena import Tier
 from gpustasis.image.store import Listed, list_store
 from gpustasis.text import mib
 
@@ -45,6 +46,8 @@ def _fields(one: Listed) -> dict[str, Any]:
         else len({task.pid for task in entry.manifest.tasks}),
         "memory_bytes": one.memory_bytes,
         "stored_bytes": entry.size,
+        "state": entry.tier.value,
+        "peer": one.peer,
         "complete": not one.problem,
         "problem": one.problem,
     }
@@ -60,8 +63,14 @@ def _row(one: Listed) -> tuple[object, ...]:
         "-" if entry.manifest is None else len({task.pid for task in entry.manifest.tasks}),
         "-" if one.memory_bytes is None else mib(one.memory_bytes),
         mib(entry.size),
-        one.problem or "complete",
+        one.problem or _whole(one),
     )
+
+
+def _whole(one: Listed) -> str:
+    if one.entry.tier == Tier.DURABLE:
+        return "complete"
+    return f"complete, in memory here and on {one.peer}" if one.peer else "complete, in memory only"
 
 
 def _short(checkpoint_id: bytes | None) -> str:

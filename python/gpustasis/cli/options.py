@@ -234,6 +234,12 @@ def dump_options(function: Decorated) -> Decorated:
                 "[default: as configured, else criu]",
             ),
             click.option(
+                "--tier",
+                type=click.Choice(["disk", "ram"]),
+                help="ram: our images go into memory first, and to the disk by `gpustasis drain`.  "
+                "[default: as configured, else disk]",
+            ),
+            click.option(
                 "--layout",
                 type=click.Choice(["criu", "packed"]),
                 help="packed: CRIU's images in one file, compressed and checked.  "

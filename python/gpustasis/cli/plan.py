@@ -79,9 +79,21 @@ def _figure_options(function: Callable[..., None]) -> Callable[..., None]:
     type=click.Path(dir_okay=False, path_type=Path),
     help="Draw the plan into this SVG file, too.",
 )
+@click.option(
+    "--commit-at",
+    type=click.Choice(["durable", "peer"]),
+    default="durable",
+    show_default=True,
+    help="As of `gpustasis job run`: with peer the job stands still until its copy is on the peer, "
+    "and the checkpoint counts at once. With durable a copy is sent while the job works.",
+)
 @_figure_options
 def command(
-    file: Path | None, directories: tuple[Path, ...], picture: Path | None, **options: float | None
+    file: Path | None,
+    directories: tuple[Path, ...],
+    picture: Path | None,
+    commit_at: str,
+    **options: float | None,
 ) -> None:
     """Say how often to take checkpoints of a job, and what each way of taking them costs and saves.
 
@@ -102,7 +114,7 @@ def command(
         if directories:
             found = measure(directories, None if gpus is None else BY_KEY["gpus"].check(gpus))
         figures = Figures(("option", given), ("file", from_file), ("measured", found.values))
-        plan = make_plan(figures)
+        plan = make_plan(figures, commit_at_peer=commit_at == "peer")
     except ValueError as exc:
         raise click.UsageError(_with_option(str(exc))) from exc
     if picture is not None:

@@ -13,7 +13,7 @@ from gpustasis.cli.key_options import keep_from_dumps
 from gpustasis.criu.images import PSTREE_NAME, TERMINALS_NAME, parse_pstree
 from gpustasis.criu.own_options import own_option
 from gpustasis.criu.plugin import driver_libraries, run_settings
-from gpustasis.errors import CheckpointError, StreamError
+from gpustasis.errors import CheckpointError, StreamError, UnsupportedError
 from gpustasis.image.checkpoint import CheckpointFiles, has_gpu_state
 from gpustasis.sealing.keys import KeySource, Remembered, configured_key
 from gpustasis.sealing.signing import configured_trusted, verify_signed
@@ -32,6 +32,16 @@ def require_streamable(extra: Sequence[str]) -> None:
     if word is not None:
         raise CheckpointError(
             f"criu's option {word} cannot follow --: the dump is sent as a stream"
+        )
+
+
+def require_on_disk(options: dict[str, Any]) -> None:
+    """Raise UnsupportedError for a dump into memory: what is sent is what is in the directory."""
+    tier = options.get("tier") or run_settings(os.environ).get("tier")
+    if tier == "ram":
+        raise UnsupportedError(
+            'tier = "ram": not for a stream, which is sent out of the image directory: use '
+            "--tier disk"
         )
 
 

@@ -20,6 +20,7 @@ from gpustasis.cli.framework import Command
 from gpustasis.cli.options import criu_switches, describe, dump_options, recipients_option
 from gpustasis.cli.stream_checks import (
     opening_key,
+    require_on_disk,
     require_restorable,
     require_signed,
     require_streamable,
@@ -365,6 +366,8 @@ def _with_words_of(ssh: Ssh) -> Iterator[None]:
 def _dumper(
     pid: int, options: dict[str, Any], leave_running: bool
 ) -> Callable[[Path, Sequence[str]], Run]:
+    require_on_disk(options)
+
     def dump(images: Path, words: Sequence[str]) -> Run:
         extra = [*options.get("criu_args", ()), *words]
         try:

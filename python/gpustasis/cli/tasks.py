@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -22,8 +22,14 @@ from gpustasis.cli.options import (
     recipients_option,
     threads_option,
 )
+from gpustasis.errors import CheckpointError, add_to
+from gpustasis.image.arena import Tier, tier_of
 from gpustasis.text import mib
 
+if TYPE_CHECKING:
+    from gpustasis.peers.copying import Copied
+
+_WHERE = {Tier.LOCAL: "in memory here", Tier.DURABLE: "on the disk here"}
 _PHASE_WIDTH = 70  # characters
 
 
@@ -47,6 +53,13 @@ _PHASE_WIDTH = 70  # characters
     metavar="N",
     help="A chain of N on top of a full checkpoint gets no longer: the next one is full again.",
 )
+@click.option(
+    "--wait",
+    "waits",
+    type=click.Choice(["peer", "durable"]),
+    help="Before this command ends, copy the checkpoint to the neighbour, as `peer copy` does; or "
+    "bring it to the disk, as `drain` does one in memory (--tier ram).",
+)
 @recipients_option
 @click.option(
     "--key",
@@ -66,6 +79,7 @@ def checkpoint(
     externalize: str | None,
     parent: Path | None,
     max_chain: int | None,
+    waits: str | None,
     recipients: tuple[Path, ...],
     key: Path | None,
     criu_program: str | None,
@@ -98,6 +112,8 @@ def checkpoint(
             raise click.UsageError("a stream holds a whole checkpoint: no --parent, no --max-chain")
         if key is not None:
             raise click.UsageError("--key opens a parent, and a stream holds a whole checkpoint")
+        if waits is not None:
+            raise click.UsageError("--wait: a stream is sent, and not drained")
         if leave_stopped:
             raise click.UsageError("--leave-stopped: a stream is of a tree that ends or runs on")
         place = streams.Place(spool=spool, timeout_s=timeout, restore_timeout_s=restore_timeout)
@@ -105,6 +121,7 @@ def checkpoint(
         return
     assert images is not None
     streams.require_no_option("-o", "spool", "one_way", "timeout", "restore_timeout")
+    copy = _copier() if waits == "peer" else None
     with _criu_progress(f"checkpointing process {pid}", images) as on_line:
         made = gpustasis.checkpoint(
             pid,
@@ -119,16 +136,52 @@ def checkpoint(
         )
     done = made.dump
     assert done is not None
+    tier, copied = tier_of(images), None
+    if copy is not None:
+        copied = copy(images, tier)
+    elif waits == "durable" and tier == Tier.LOCAL:
+        from gpustasis.cli.drain import drain_aside
+
+        drain_aside(images)
+        tier = tier_of(images)
 
     def show() -> None:
         output.say(
             f"process {pid} is in {images}: {describe(done.statistics)} "
             f"(criu {done.criu_version}, {done.seconds:.2f} s)"
         )
+        if copied is not None:
+            output.say(
+                f"{_WHERE[tier]}, and in memory on {copied.node}, in {copied.peer_directory}"
+            )
+        if tier == Tier.LOCAL:
+            output.say(f"local: only in memory yet; gpustasis drain {images} brings it to the disk")
         if parent is not None and done.statistics is not None and done.statistics.full_because:
             output.say(f"{images} is a full checkpoint: {done.statistics.full_because}")
 
-    output.answer({"directory": images, **asdict(done)}, show)
+    peer = None if copied is None else copied.peer
+    fields = {"directory": images, "state": tier.value, "peer": peer, **asdict(done)}
+    output.answer(fields, show)
+
+
+def _copier() -> Callable[[Path, Tier], Copied]:
+    """What copies a checkpoint to the neighbour. Raises PeerError, before anything is dumped,
+    unless one is named, and is there."""
+    from gpustasis.cli.peer import copy_aside
+    from gpustasis.peers.config import load
+    from gpustasis.peers.copying import require_peer
+
+    config = load(None)
+    require_peer(config)
+
+    def copy(images: Path, tier: Tier) -> Copied:
+        try:
+            return copy_aside(images, config)
+        except CheckpointError as exc:
+            add_to(exc, f"; the checkpoint is {_WHERE[tier]}, and has no copy: {images}")
+            raise
+
+    return copy
 
 
 @click.command("restore", cls=Command)

@@ -13,6 +13,7 @@ from gpustasis.cli import output, sign
 from gpustasis.cli.framework import Command
 from gpustasis.cli.options import Size, checkpoint_argument, parent_option, threads_option
 from gpustasis.errors import CheckpointError, ImageError, SealError
+from gpustasis.image.arena import Tier, tier_at
 from gpustasis.image.checkpoint import is_sealed
 from gpustasis.image.directory import allow_many_files
 from gpustasis.image.store_verification import is_store, verify_store
@@ -72,6 +73,8 @@ def command(
     with output.bars() as update:
         found = gpustasis.open(checkpoint, parents).verify(threads=threads, on_progress=update)
 
+    tier = tier_at(checkpoint)
+
     def show() -> None:
         sign.say(signatures)
         for problem in found.problems:
@@ -81,9 +84,10 @@ def command(
             output.say(
                 f"{checkpoint}: manifest and {images} whole, "
                 f"{memory_text(found.plain_bytes, found.cpu_bytes)}{_other_text(found)}"
+                + ("; only in memory yet" if tier == Tier.LOCAL else "")
             )
 
-    answer = {"checkpoint": checkpoint, **asdict(found)}
+    answer = {"checkpoint": checkpoint, "state": tier.value, **asdict(found)}
     output.answer(answer | {"signatures": [sign.facts(one) for one in signatures]}, show)
     if found.problems:
         count = len(found.problems)
@@ -97,7 +101,7 @@ def _show_sealed(checkpoint: Path, signatures: list[Signature]) -> None:
         sign.say(signatures)
         output.say(f"{checkpoint}: sealed, and just as it was signed")
 
-    found = asdict(Verification()) | {"checkpoint": checkpoint}
+    found = asdict(Verification()) | {"checkpoint": checkpoint, "state": Tier.DURABLE.value}
     output.answer(found | {"signatures": [sign.facts(one) for one in signatures]}, show)
 
 

@@ -31,7 +31,7 @@ API_WITH_OPERATIONS = 13040
 # First API version of each driver branch.
 _BRANCHES = {570: 12080, 580: 13000, 590: 13010, 595: 13020, 610: 13030, 615: 13040}
 # As in src/driver_emulator/wire.hpp.
-_MAGIC = 0x656D7505
+_MAGIC = 0x656D7506
 _ADMIN = 3
 _MAX_TEXT = 64 * 1024
 _PATIENCE_S = 10.0
@@ -125,7 +125,9 @@ class Options:
 
     memory_bytes is each GPU's, a multiple of 2 MiB (rounded down). uuids are of the first GPUs, in
     order; the others' are random. rates: how fast a checkpoint and a restore copy GPU memory, at
-    most; by default the daemon's, which are those measured on A100, A10G and L4.
+    most; by default the daemon's, which are those measured on A100, A10G and L4. direct_rates: the
+    same for what a caller copies itself with custom storage; RATES_OFF if rates are that, else by
+    default the daemon's, as measured on an A100.
     """
 
     gpus: int | None = None
@@ -135,6 +137,17 @@ class Options:
     name: str | None = None
     settings: dict[str, str] = field(default_factory=dict)
     rates: Rates | None = None
+    direct_rates: Rates | None = None
+
+    def rate_settings(self) -> dict[str, int]:
+        """Return the settings for the rates that are asked for."""
+        direct = self.direct_rates
+        if direct is None and self.rates == RATES_OFF:
+            direct = RATES_OFF
+        settings = {} if self.rates is None else rate_settings(self.rates)
+        if direct is not None:
+            settings |= {f"direct_{key}": value for key, value in rate_settings(direct).items()}
+        return settings
 
     def arguments(self) -> list[str]:
         """Return the daemon's arguments for it."""
@@ -151,9 +164,8 @@ class Options:
             arguments += ["--driver", self.driver, "--api", str(api_version_of(self.driver))]
         if self.name is not None:
             arguments += ["--name", self.name]
-        if self.rates is not None:
-            for key, milliseconds in rate_settings(self.rates).items():
-                arguments += ["--set", f"{key}={milliseconds}"]
+        for key, milliseconds in self.rate_settings().items():
+            arguments += ["--set", f"{key}={milliseconds}"]
         for key, value in self.settings.items():
             arguments += ["--set", f"{key}={value}"]
         return arguments
@@ -175,10 +187,9 @@ class Options:
                 found.append(f"one of its GPUs is {gpu['uuid']}, not {wanted}")
         if self.driver is not None and self.driver != status["driver_version"]:
             found.append(f"its driver is {status['driver_version']}, not {self.driver}")
-        if self.rates is not None:
-            for key, milliseconds in rate_settings(self.rates).items():
-                if status["settings"][key] != milliseconds:
-                    found.append(f"its {key} is {status['settings'][key]}, not {milliseconds}")
+        for key, milliseconds in self.rate_settings().items():
+            if status["settings"][key] != milliseconds:
+                found.append(f"its {key} is {status['settings'][key]}, not {milliseconds}")
         if self.name is not None and gpus and self.name != gpus[0]["name"]:
             found.append(f"its GPUs are named {gpus[0]['name']!r}, not {self.name!r}")
         return found
@@ -320,9 +331,9 @@ class Emulator:
     ) -> int:
         """Make an operation go wrong, `count` times (0: always). Returns the fault's number.
 
-        operation is init, get_state, lock, checkpoint, restore, unlock or any; actions are listed
-        in docs/emulator.md; code is a CUresult, for die a signal, for state a state; pid, 0 for
-        all, is the target's as seen by the daemon.
+        operation is init, get_state, lock, checkpoint, restore, unlock, complete or any; actions
+        are listed in docs/emulator.md; code is a CUresult, for die a signal, for state a state;
+        pid, 0 for all, is the target's as seen by the daemon.
         """
         text = f"fault add {operation} {action} count={count} delay_ms={delay_ms} pid={pid}"
         if code is not None:

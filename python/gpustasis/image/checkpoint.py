@@ -32,6 +32,7 @@ from gpustasis._core import (
 )
 from gpustasis.errors import ImageError, SealError, UnsupportedError
 from gpustasis.files import open_regular
+from gpustasis.image.arena import stored_directory
 from gpustasis.image.directory import is_directory, is_there
 
 _PROCESS_TREE = "pstree.img"  # of CRIU's; in every checkpoint
@@ -86,13 +87,14 @@ def sealed_error(place: str) -> SealError:
 
 
 def find_manifest(directory: Path) -> Manifest | None:
-    """The manifest in `directory`; None if there is none. Raises ImageError, UnsupportedError, and
-    SealError of a sealed checkpoint."""
+    """The manifest of the checkpoint in `directory`, wherever it is stored; None if there is none.
+    Raises ImageError, UnsupportedError, and SealError of a sealed checkpoint."""
     require_not_sealed(directory)
-    if not is_there(directory / MANIFEST_NAME):
+    place = stored_directory(directory)
+    if not is_there(place / MANIFEST_NAME):
         return None
     with image_errors():
-        return read_manifest(directory)
+        return read_manifest(place)
 
 
 def open_image(directory: Path, manifest: Manifest, task: ManifestTask) -> ImageReader:
@@ -100,7 +102,7 @@ def open_image(directory: Path, manifest: Manifest, task: ManifestTask) -> Image
 
     Raises ImageError, UnsupportedError; each names the file.
     """
-    path = directory / task.image_name
+    path = stored_directory(directory) / task.image_name
     with image_errors():
         image = ImageReader.open(path)
     require_meant(image, manifest, task, str(path))
@@ -156,7 +158,8 @@ def has_gpu_state(manifest: Manifest) -> bool:
 def image_names(directory: Path) -> list[str]:
     """Names in `directory` that are those of images, sorted. Raises ImageError."""
     with image_errors():
-        return sorted(p.name for p in directory.iterdir() if is_image_name(p.name))
+        place = stored_directory(directory)
+        return sorted(p.name for p in place.iterdir() if is_image_name(p.name))
 
 
 def is_image_name(name: str) -> bool:
@@ -199,7 +202,7 @@ def parent_directory(directory: Path) -> Path | None:
 
     Raises ImageError.
     """
-    link = directory / PARENT_LINK
+    link = stored_directory(directory) / PARENT_LINK
     try:
         os.readlink(link)
         return link.resolve()
@@ -226,8 +229,8 @@ def find_parent(directory: Path) -> Path | None:
 
 
 def find_checkpoint(checkpoint_id: bytes) -> Path | None:
-    """A directory below STORE_ROOT with that checkpoint; never through a link that has its id for
-    a name, which the plugin does not follow either."""
+    """A directory below STORE_ROOT with that checkpoint; through no link that has its id for a
+    name: nor does the plugin."""
     name = checkpoint_id.hex()
     places = [STORE_ROOT / "checkpoints"]
     with suppress(OSError):  # there are none, or not for us
@@ -245,9 +248,8 @@ def find_checkpoint(checkpoint_id: bytes) -> Path | None:
 
 
 def chain_directories(directory: Path, depth: int) -> list[Path]:
-    """`directory` and those that it is built on, at most `depth` of them, as far as they are
-    there."""
-    found = [directory]
+    """Where `directory` is stored, and `depth` of those below it, as far as they are there."""
+    found = [stored_directory(directory)]
     while len(found) <= depth:
         parent = find_parent(found[-1])
         if parent is None:
@@ -378,12 +380,13 @@ class DirectoryFiles:
 
     def sizes(self) -> dict[str, int]:
         with image_errors():
-            files = [path for path in self.directory.iterdir() if os.path.isfile(path)]
+            places = dict.fromkeys((self.directory, stored_directory(self.directory)))
+            files = [path for place in places for path in place.iterdir() if os.path.isfile(path)]
             return {path.name: path.lstat().st_size for path in files}
 
     def dated_ns(self) -> int:
         with image_errors():
-            return (self.directory / MANIFEST_NAME).stat().st_mtime_ns
+            return (stored_directory(self.directory) / MANIFEST_NAME).stat().st_mtime_ns
 
     def find_parent(self, manifest: Manifest) -> tuple[str | None, State]:
         try:

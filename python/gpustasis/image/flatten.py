@@ -33,6 +33,7 @@ from gpustasis.criu.images import INVENTORY_NAME, parent_pages
 from gpustasis.criu.images import PARENT_LINK as CRIU_PARENT_LINK
 from gpustasis.errors import CheckpointError, ImageError
 from gpustasis.files import open_new, open_regular, sync, sync_directory
+from gpustasis.image.arena import require_durable
 from gpustasis.image.checkpoint import (
     chain_directories,
     find_manifest,
@@ -81,6 +82,7 @@ def flatten(
     """
     tell = on_file or (lambda name: None)
     require_free(out)
+    require_durable(directory, "copy it")
     chain = chain_directories(directory, _chain_length(directory))
     with shared(dict.fromkeys(chain)):
         manifest = _manifest(directory)

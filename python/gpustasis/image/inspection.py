@@ -14,7 +14,6 @@ from gpustasis._core import (
     Manifest,
     ManifestTask,
     MemoryKind,
-    RegionKind,
     TaskGpu,
 )
 from gpustasis.criu.images import PSTREE_NAME, core_name, parse_comm, parse_pstree
@@ -30,7 +29,7 @@ from gpustasis.image.checkpoint import (
 )
 
 ENCODINGS = ("zero", "lz4", "raw", "ref", "alike")
-_KINDS = {RegionKind.PRIVATE_ANONYMOUS: "private", RegionKind.SHARED_ANONYMOUS: "shared"}
+_KINDS = ("private", "shared", "GPU")  # of regions, by the value of RegionKind
 
 STAGES: tuple[Stage, ...] = ("dump", "restore")
 
@@ -350,7 +349,7 @@ def _image_view(files: CheckpointFiles, image: ImageReader) -> ImageView:
             address=region.address,
             length=region.length,
             protection=_protection_text(region.protection),
-            kind=_KINDS[region.kind],
+            kind=_KINDS[region.kind.value],
         )
         for region in info.regions
     )

@@ -25,6 +25,7 @@ from pathlib import Path
 
 from gpustasis.errors import CheckpointError, ImageError
 from gpustasis.files import sync_directory
+from gpustasis.image.arena import Tier
 from gpustasis.image.directory import DirectoryLock, try_exclude
 from gpustasis.image.store import (
     Entry,
@@ -174,13 +175,21 @@ def _reasons(entries: Mapping[str, Entry], rules: Rules) -> dict[str, list[str]]
     times = {
         entry.name: entry.taken
         for entry in entries.values()
-        if entry.taken is not None and not entry.incomplete and not is_trash(entry.name)
+        if entry.taken is not None and not _stays(entry) and not is_trash(entry.name)
     }
     kept = choose(times, rules)
     for entry in entries.values():
-        if entry.incomplete and not is_trash(entry.name):
-            kept[entry.name] = [entry.incomplete]
+        if (why := _stays(entry)) and not is_trash(entry.name):
+            kept[entry.name] = [why]
     return _with_chains(entries, kept)
+
+
+def _stays(entry: Entry) -> str:
+    """Why no rule counts it, and it is not removed; "": rules decide. One that the next boot may
+    take must not be the one for which others go."""
+    if not entry.incomplete and entry.tier == Tier.LOCAL:
+        return "only in memory yet: it is to be drained first"
+    return entry.incomplete
 
 
 def _reasons_after(
@@ -193,8 +202,8 @@ def _reasons_after(
     """The same once the candidates are locked: only what is locked, and still the same, may go."""
     kept = {name: reasons for name, reasons in _reasons(before, rules).items() if name in entries}
     for name, entry in entries.items():
-        if entry.incomplete and not is_trash(name):
-            kept[name] = [entry.incomplete]
+        if (why := _stays(entry)) and not is_trash(name):
+            kept[name] = [why]
         elif name not in before:
             kept[name] = ["new"]
         elif name not in kept and name not in locked:

@@ -10,14 +10,23 @@ import os
 import re
 import secrets
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from gpustasis._core import MANIFEST_NAME, PACK_NAME, SEALED_NAME, ImageReader, Manifest
+from gpustasis._core import (
+    ARENA_MARKER,
+    MANIFEST_NAME,
+    PACK_NAME,
+    SEALED_NAME,
+    ImageReader,
+    Manifest,
+)
 from gpustasis.criu.images import INVENTORY_NAME
 from gpustasis.criu.images import PARENT_LINK as CRIU_PARENT_LINK
 from gpustasis.errors import CheckpointError, ImageError, UnsupportedError
+from gpustasis.image.arena import Tier, stored_directory
 from gpustasis.image.checkpoint import (
     NO_PARENT,
     State,
@@ -30,6 +39,7 @@ from gpustasis.image.checkpoint import (
     whose,
 )
 from gpustasis.image.directory import is_directory, is_file, is_there
+from gpustasis.image.peer_record import find_peer_record
 from gpustasis.image.sealed_entry import SealedEntry, find_sealed, why_unknown
 
 # Refusals that say nothing of what is there: a disk or a server that does not answer now, this
@@ -45,6 +55,7 @@ _UNTOLD = frozenset(
 # The manifest of a sealed checkpoint, out of its sealed files. Raises ImageError, UnsupportedError.
 OpenSealed = Callable[[Path], Manifest | None]
 
+_OURS = (MANIFEST_NAME, SEALED_NAME, ARENA_MARKER)
 _TRASH = re.compile(r"\.gpustasis-trash-[0-9a-f]{32}")
 
 
@@ -57,7 +68,8 @@ class Entry:
     to earlier checkpoints lead, ours and CRIU's. target: where it leads if it is itself a link;
     that is among `links` too. incomplete: why it is not a whole checkpoint of ours, in this place;
     "": it is one. unread: why it cannot be told now what it is built on; "": that is known, or
-    nothing that can be read says it. sealed: None: it is in the clear.
+    nothing that can be read says it. sealed: None: it is in the clear. stored: where manifest and
+    images are; another directory than its own if they are only in memory yet; None: not known.
     """
 
     directory: Path
@@ -68,6 +80,13 @@ class Entry:
     target: Path | None = None
     unread: str = ""
     sealed: SealedEntry | None = None
+    stored: Path | None = None
+
+    @property
+    def tier(self) -> Tier:
+        """Where its images are."""
+        local = self.stored is not None and self.stored != self.directory
+        return Tier.LOCAL if local else Tier.DURABLE
 
     @property
     def name(self) -> str:
@@ -91,12 +110,12 @@ class Entry:
 
     @property
     def size(self) -> int:
-        """Bytes of the files in it; what vanishes meanwhile, not being ours, counts 0."""
-        try:
-            with os.scandir(self.directory) as items:
-                return sum(item.stat(follow_symlinks=False).st_size for item in items)
-        except OSError:
-            return 0
+        """Bytes of its files, in memory too; what vanishes meanwhile, not being ours, counts 0."""
+        total = 0
+        for place in {self.directory, self.stored or self.directory}:
+            with suppress(OSError), os.scandir(place) as items:
+                total += sum(item.stat(follow_symlinks=False).st_size for item in items)
+        return total
 
     @property
     def parent_id(self) -> bytes | None:
@@ -124,7 +143,7 @@ def _belongs(item: os.DirEntry[str]) -> bool:
     if is_trash(item.name):
         return False
     try:
-        return any(is_there(Path(item.path) / name) for name in (MANIFEST_NAME, SEALED_NAME))
+        return any(is_there(Path(item.path) / name) for name in _OURS)
     except ImageError:
         return True  # its entry says why nobody can tell
 
@@ -133,11 +152,13 @@ def _belongs(item: os.DirEntry[str]) -> bool:
 class Listed:
     """An entry, and what its images say. memory_bytes: of memory, the GPU's and the CPU's, that is
     in our images; None: they cannot be read. problem: why it is no whole checkpoint; "": it is one,
-    as far as can be told without reading chunks."""
+    as far as can be told without reading chunks. peer: of one that is only in memory here:
+    host:port of the neighbour that has a copy; None: none has."""
 
     entry: Entry
     memory_bytes: int | None
     problem: str
+    peer: str | None = None
 
 
 def list_store(store: Path) -> list[Listed]:
@@ -157,7 +178,7 @@ def by_time(entry: Entry) -> tuple[float, str]:
 
 def _listed(entry: Entry) -> Listed:
     memory: int | None = None
-    problem = entry.closed
+    problem, peer = entry.closed, None
     try:
         if entry.manifest is not None:
             images = [
@@ -167,9 +188,12 @@ def _listed(entry: Entry) -> Listed:
             ]
             memory = sum(map(plain_size, images))
             problem = problem or _what_is_missing_below(entry.directory, images)
+            if entry.tier == Tier.LOCAL:
+                copied = find_peer_record(entry.directory, entry.manifest.checkpoint_id)
+                peer = None if copied is None else copied.peer
     except (ImageError, UnsupportedError) as exc:
         problem = problem or str(exc)
-    return Listed(entry=entry, memory_bytes=memory, problem=problem)
+    return Listed(entry=entry, memory_bytes=memory, problem=problem, peer=peer)
 
 
 def _what_is_missing_below(directory: Path, images: list[ImageReader]) -> str:
@@ -193,7 +217,7 @@ def trash_name() -> str:
 
 def read_entry(directory: Path, open_sealed: OpenSealed | None = None) -> Entry:
     """One directory. Raises nothing: what cannot be read is an incomplete checkpoint."""
-    manifest, taken, target, sealed = None, None, None, None
+    manifest, taken, target, sealed, stored = None, None, None, None, None
     refusal: int | None = None
     try:
         target = directory.resolve() if directory.is_symlink() else None
@@ -204,9 +228,10 @@ def read_entry(directory: Path, open_sealed: OpenSealed | None = None) -> Entry:
             if open_sealed is not None and not sealed.problem:
                 manifest = open_sealed(directory)
         else:
-            manifest = find_manifest(directory)
+            stored = stored_directory(directory)
+            manifest = find_manifest(stored)
             if manifest is not None:
-                taken = _time_of(directory / MANIFEST_NAME)
+                taken = _time_of(stored / MANIFEST_NAME)
             incomplete = _what_is_missing(directory, manifest, None)
     except (ImageError, UnsupportedError) as exc:
         incomplete, refusal = str(exc), exc.errno
@@ -232,6 +257,7 @@ def read_entry(directory: Path, open_sealed: OpenSealed | None = None) -> Entry:
         target=target,
         unread=unread or unread_link,
         sealed=sealed,
+        stored=stored,
     )
 
 
@@ -309,7 +335,7 @@ def _what_is_missing(directory: Path, manifest: Manifest | None, sealed: SealedE
     if sealed is not None and sealed.problem:
         return sealed.problem
     for task in () if manifest is None else manifest.tasks:
-        if task.externalized and not is_file(directory / task.image_name):
+        if task.externalized and not is_file(stored_directory(directory) / task.image_name):
             return f"{task.image_name} is missing"
     if manifest is not None and manifest.pack is not None and not is_file(directory / PACK_NAME):
         return f"{PACK_NAME} is missing"

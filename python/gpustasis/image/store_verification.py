@@ -12,12 +12,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from gpustasis._core import MANIFEST_NAME, SEALED_NAME, Encoding, ImageReader, Manifest
+from gpustasis._core import (
+    ARENA_MARKER,
+    MANIFEST_NAME,
+    SEALED_NAME,
+    Encoding,
+    ImageReader,
+    Manifest,
+)
 from gpustasis.criu.images import INVENTORY_NAME
 from gpustasis.errors import ImageError, UnsupportedError
+from gpustasis.image.arena import stored_directory
 from gpustasis.image.checkpoint import (
     FoundSource,
     State,
+    find_manifest,
     find_sources,
     image_errors,
     is_sealed,
@@ -74,7 +83,7 @@ def is_store(directory: Path) -> bool:
         return any(
             os.path.isfile(below / name)
             for below in directory.iterdir()
-            for name in (MANIFEST_NAME, SEALED_NAME)
+            for name in (MANIFEST_NAME, SEALED_NAME, ARENA_MARKER)
         )
     except OSError as exc:
         raise ImageError(f"cannot list {directory}: {exc.strerror}") from exc
@@ -183,11 +192,15 @@ class _Run:
     def _verdict(self, entry: Entry) -> Verdict | None:
         """None: it was removed meanwhile."""
         verdict = Verdict(name=entry.name, checkpoint_id=entry.checkpoint_id)
-        if entry.manifest is None:
+        manifest = entry.manifest
+        if manifest is None:
             verdict.problems.append(entry.incomplete)
             return verdict
         try:
-            lock = share(entry.directory)
+            stored = stored_directory(entry.directory)
+            lock = share(stored)
+            if entry.stored != stored:  # drained meanwhile: its images are other files
+                manifest = find_manifest(entry.directory) or manifest
         except ImageError as exc:
             if not os.path.lexists(entry.directory):
                 self._found.ignored[entry.name] = str(exc)
@@ -195,27 +208,30 @@ class _Run:
             verdict.problems.append(str(exc))  # it could not be looked at: that is not "whole"
             return verdict
         with lock:
-            self._check_images(entry.directory, entry.manifest, verdict)
+            self._check_images(entry.directory, stored, manifest, verdict)
         return verdict
 
-    def _check_images(self, directory: Path, manifest: Manifest, verdict: Verdict) -> None:
+    def _check_images(
+        self, directory: Path, place: Path, manifest: Manifest, verdict: Verdict
+    ) -> None:
+        """place: of the images."""
         stored: Stored = []
         for task in manifest.tasks:
             if not task.externalized:
                 stored.append((task, []))
                 continue
-            path = directory / task.image_name
+            path = place / task.image_name
             try:
-                image = open_image(directory, manifest, task)
+                image = open_image(place, manifest, task)
                 own = self._own_damage(verdict.name, image, path)
-                found = find_sources(directory, image.info.sources)
+                found = find_sources(place, image.info.sources)
             except (ImageError, UnsupportedError) as exc:
                 verdict.problems.append(str(exc))
                 continue
             stored.append((task, image.info.regions))
             _add(verdict, path, own.count(), own.texts)
             for number, source in enumerate(found, 1):
-                self._check_source(image, number, source, directory, verdict)
+                self._check_source(image, number, source, place, verdict)
         try:
             verify_pack(directory, manifest)  # all at once: what CRIU writes itself is small
         except (ImageError, UnsupportedError) as exc:
@@ -297,7 +313,7 @@ def _why_ignored(entry: Entry) -> str:
     cannot be told, or if it was a checkpoint of ours and has lost its manifest."""
     if entry.name.startswith("."):
         return "hidden: not done, or not meant for others"
-    if not is_there(entry.directory / MANIFEST_NAME):
+    if not is_there(stored_directory(entry.directory) / MANIFEST_NAME):
         if is_file(entry.directory / INVENTORY_NAME) and not is_sealed(entry.directory):
             require_no_manifest(entry.directory)
         return entry.closed

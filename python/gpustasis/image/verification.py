@@ -19,6 +19,7 @@ from gpustasis._core import (
 )
 from gpustasis.criu.images import INVENTORY_NAME, inventory_plugins
 from gpustasis.errors import ImageError, UnsupportedError
+from gpustasis.image.arena import stored_directory
 from gpustasis.image.checkpoint import (
     find_manifest,
     image_errors,
@@ -27,7 +28,7 @@ from gpustasis.image.checkpoint import (
     plain_size,
     require_not_sealed,
 )
-from gpustasis.image.directory import is_there
+from gpustasis.image.directory import is_there, shared
 from gpustasis.image.pack import verify_pack
 
 STOCK_PLUGIN = "cuda_plugin"  # as inventory.img names CRIU's own
@@ -74,17 +75,27 @@ def verify_directory(
     directory that cannot be listed, or is sealed, raises ImageError.
     """
     require_not_sealed(directory)
+    place = stored_directory(directory)
+    # Where it is drained meanwhile, what is in memory is still there then.
+    with shared(() if place == directory else (place,)):
+        return _verify(directory, place, threads, on_progress)
+
+
+def _verify(
+    directory: Path, place: Path, threads: int, on_progress: OnProgress | None
+) -> Verification:
+    """place: of manifest and images."""
     found = Verification()
-    names = image_names(directory)
+    names = image_names(place)
     try:
-        manifest = find_manifest(directory)
+        manifest = find_manifest(place)
     except (ImageError, UnsupportedError) as exc:
         found.problems.append(f"{directory}: {exc}")
         return found
     if manifest is None:
         found.problems.append(_why_no_manifest(directory))
         return found
-    stored = _check_images(directory, manifest, threads, on_progress, found)
+    stored = _check_images(place, manifest, threads, on_progress, found)
     _check_pack(directory, manifest, threads, found)
     if not found.problems:
         try:
@@ -93,7 +104,7 @@ def verify_directory(
             found.problems.append(str(exc))
     wanted = {task.image_name for task in manifest.tasks if task.externalized}
     found.problems += [
-        f"{directory / name}: not named by the manifest" for name in names if name not in wanted
+        f"{place / name}: not named by the manifest" for name in names if name not in wanted
     ]
     return found
 

@@ -8,33 +8,40 @@ import os
 import shutil
 import socket
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
 from gpustasis.criu import run
 from gpustasis.criu.images import prepare_directory
 from gpustasis.criu.plugin import Setting, plugin_directory
-from gpustasis.driver import ProcessState
 from gpustasis.errors import CheckpointError, JobError
-from gpustasis.jobs import communicators
-from gpustasis.jobs.dumps import DumpRecord, identity_of, make_durable, seal_of, stamp_of
-from gpustasis.jobs.gate import unsignalled
-from gpustasis.jobs.network import Network, look, own_addresses
-from gpustasis.jobs.parents import find_parent
-from gpustasis.jobs.rank import (
-    Context,
-    HasCriu,
+from gpustasis.jobs import communicators, neighbour
+from gpustasis.jobs.cuda import (
     cuda_processes,
     load_driver,
     lock_cuda,
-    state_of,
+    require_unlocked,
     unlock_cuda,
 )
+from gpustasis.jobs.dumps import (
+    DumpRecord,
+    content_of,
+    identity_of,
+    make_durable,
+    seal_of,
+    stamp_of,
+)
+from gpustasis.jobs.gate import unsignalled
+from gpustasis.jobs.neighbour import copy_out
+from gpustasis.jobs.network import Network, look, own_addresses
+from gpustasis.jobs.parents import find_parent, is_between
+from gpustasis.jobs.rank import Context, HasCriu
 from gpustasis.jobs.records import addresses_of
 from gpustasis.jobs.safe_point import Council, let_go, stop_all
 from gpustasis.jobs.stopping import killed, strays
 from gpustasis.jobs.work import Order
+from gpustasis.peers.config import Config
 from gpustasis.streaming.tree import Tree, resident_bytes
 from gpustasis.task import is_of_ipc_job
 
@@ -52,10 +59,12 @@ class Checkpointing(HasCriu):
     def __init__(self, context: Context, order: Order) -> None:
         super().__init__(context, order, context.place.images(order.number))
         self._tree: Tree | None = None
-        self._seen = Network()  # before the lock
-        self._network = Network()
+        self._seen, self._network = Network(), Network()  # before the lock, and behind it
         self._parent: Path | None = None  # what the dump is built on
         self._stamp = ""  # of the dump
+        self._is_between, self._evidence = False, True  # it may be, where another keeper has looked
+        self._neighbour: Config | None = None  # that gets a copy
+        self._copied: tuple[str, str] | None = None  # where, its name: before it is sent
         self._council = Council(
             *(context.store, context.keys, order.number),
             (context.place.rank, context.world),
@@ -67,21 +76,22 @@ class Checkpointing(HasCriu):
         one afterwards; what it had open until then does not count."""
         context = self.context
         self._require_dumpable()
-        stands = context.options.safe_point_s > 0 and not self._is_evidence()
+        alone = context.aftercare.no_copy(self._goes_on)  # here, where the tasks run meanwhile
+        self._neighbour = neighbour.require(context.name, context.options.commit_at, alone)
+        self._evidence = self._is_evidence()
+        stands = context.options.safe_point_s > 0 and not self._evidence
         if stands:
             self._stop_program()
-        tree = Tree(context.state.pid)
-        try:
+        with closing(Tree(context.state.pid)) as tree:
             self._seen = look(tree.pids)
             self._require_known(self._seen)
             communicators.require(context, cuda_processes(tree.pids), stands=stands)
-        finally:
-            tree.close()
-        self._parent = find_parent(context, self.order)
+        self._is_between = is_between(context, self.order)
+        self._parent = find_parent(context) if self._is_between else None
 
     def _is_evidence(self) -> bool:
-        """Whether it is made of a job that hangs, whose programs come to no safe point. All ranks
-        find the same: that is stored with the epoch. Raises StoreError."""
+        """Whether it is made of a job that hangs, whose programs come to no safe point: as stored
+        with the epoch, the same for all. Raises StoreError."""
         key = self.context.keys.evidence(self.order.number)
         return key in self.context.store.read(key).entries
 
@@ -105,7 +115,7 @@ class Checkpointing(HasCriu):
                 f"{context.name}: {self.images} exists: a job of this name has left it there; "
                 "give another directory"
             )
-        self._require_unlocked()
+        require_unlocked(context.name, pid)
         needed = resident_bytes(pid)
         free = shutil.disk_usage(context.place.directory).free
         if free < needed:
@@ -113,21 +123,6 @@ class Checkpointing(HasCriu):
                 f"{context.name}: {context.place.directory} has {free} bytes free, and the tasks "
                 f"have {needed} in use"
             )
-
-    def _require_unlocked(self) -> None:
-        """No other program is at work on the CUDA processes, or has left them so."""
-        name = self.context.name
-        tree = Tree(self.context.state.pid)
-        try:
-            using = cuda_processes(tree.pids)
-            driver = load_driver() if using else None
-            for one in using:
-                assert driver is not None
-                state = state_of(driver, one)
-                if state is not ProcessState.RUNNING:
-                    raise JobError(f"{name}: process {one} is {state.name.lower()} already")
-        finally:
-            tree.close()
 
     def _stop_program(self) -> None:
         context = self.context
@@ -212,8 +207,10 @@ class Checkpointing(HasCriu):
         context.note(images=str(images))
         pid = context.state.pid
         closing = context.options.tcp_close
+        # All ranks stand by now: whatever the configuration says, none may wait for room.
+        tier: dict[str, Setting] = {"tier": "ram", "when_full": "refuse"} if self._neighbour else {}
         settings = run.Settings(
-            plugin={"found_locked": "dump", **self._built_on()},
+            plugin={"found_locked": "dump", **tier, **self._built_on()},
             options={"tcp-established": not closing, "tcp-close": closing},
             extra=("--network-lock", "skip", *context.options.extra),
         )
@@ -230,14 +227,21 @@ class Checkpointing(HasCriu):
         return self._recorded()
 
     def _recorded(self) -> str:
-        """The record of what lies in self.images, on the disk now, of tasks that stand."""
+        """The record of what lies in self.images, of tasks that stand. By now it is on the disk, or
+        the neighbour has a copy."""
         images, pid = self.images, self.context.state.pid
         self._tree = Tree(pid)
         self._tree.require_all(images)
         self._require_locked()
-        make_durable(images)
+        copied_s = 0.0
+        if self._neighbour is None:
+            make_durable(images)
+        else:
+            alone = self.context.aftercare.no_copy(self._goes_on)
+            known = (alone, self._goes_on, self._note_copy)
+            copied_s = copy_out(images, self._neighbour, *known).seconds
         stamp = stamp_of(images)  # first: what is changed later is seen
-        size, digest = seal_of(images)
+        size, digest = seal_of(images) if self._copied is None else content_of(images)
         self._stamp = f"{digest} {stamp}"
         identity, parent = identity_of(images)
         if self._parent is not None and not parent:
@@ -250,10 +254,19 @@ class Checkpointing(HasCriu):
             bytes=size,
             digest=digest,
             pid=pid,
-            dump_ms=round(self.criu.seconds * 1000),
+            dump_ms=round((self.criu.seconds + copied_s) * 1000),
             addresses=tuple(sorted(self._addresses())),
             network=self._network,
+            peer=self._copied[0] if self._copied else "",
+            key=self._copied[1] if self._copied else "",
         ).to_text()
+
+    def _note_copy(self, peer: str, key: str) -> None:
+        self._copied = (peer, key)
+        self.context.aftercare.sent(self.images, peer, key)
+
+    def _goes_on(self) -> bool:
+        return not self.stopping.is_set()
 
     def _built_on(self) -> dict[str, Setting]:
         if self._parent is None:
@@ -270,8 +283,7 @@ class Checkpointing(HasCriu):
         if new or ports:
             what = f"the connection of {new[0]}" if new else f"port {ports[0]}"
             raise JobError(
-                f"{self.context.name}: {what} was opened after the network had been locked; try "
-                "again"
+                f"{self.context.name}: {what} was opened after the network was locked; try again"
             )
 
     def release(self) -> None:
@@ -284,14 +296,19 @@ class Checkpointing(HasCriu):
     def _undo(self) -> None:
         if not self.is_touched():
             return
+        is_ours = self.context.state.images == str(self.images)  # this epoch has made it
+        copied = self._copied or (self.context.aftercare.copy_of(self.images) if is_ours else None)
         self.criu.end(yes=False)
-        self._bring_back()
-        if self.context.state.images == str(self.images):  # this epoch has made it
+        try:
+            self._bring_back()
+        finally:
+            if copied is not None:
+                self.context.aftercare.forget(*copied)
+        if is_ours:
             self._remove_images()
 
     def _remove_images(self) -> None:
-        with suppress(FileNotFoundError):
-            shutil.rmtree(self.images)
+        neighbour.remove(self.images)
 
     def finish(self, *, leave_running: bool) -> None:
         """Kill them, or let them run on."""
@@ -313,7 +330,11 @@ class Checkpointing(HasCriu):
                 self._end_tasks()
                 self._let_go()  # what is restored goes on by itself
         finally:
+            copied = self._copied or context.aftercare.copy_of(self.images)
+            if copied is not None and not self._evidence:  # that no restore wants: older ones stay
+                context.aftercare.committed(self.images, *copied, is_base=self._is_between)
             context.note(images="")  # it is committed: nobody may remove it as undone
+            context.aftercare.wake()
 
     def _end_tasks(self) -> None:
         context = self.context
@@ -340,11 +361,8 @@ class Checkpointing(HasCriu):
             if not context.state.lives:
                 wrong.append(f"{context.name}: its tasks have ended")
             else:
-                tree = Tree(context.state.pid)
-                try:
+                with closing(Tree(context.state.pid)) as tree:
                     wrong += self._unlock(tree)
-                finally:
-                    tree.close()
         except CheckpointError as exc:
             wrong.append(str(exc))
         finally:
@@ -379,12 +397,3 @@ class Checkpointing(HasCriu):
         if tree is not None:
             tree.close()
         self._tree = None
-
-
-def unlock_tree(root: int) -> list[str]:
-    """unlock_cuda of a process and all below it. Raises CheckpointError if it has ended."""
-    tree = Tree(root)
-    try:
-        return unlock_cuda(tree.pids)
-    finally:
-        tree.close()

@@ -9,7 +9,8 @@ from collections.abc import Collection
 
 from gpustasis import nccl
 from gpustasis.errors import JobError
-from gpustasis.jobs.rank import Context, load_driver
+from gpustasis.jobs.cuda import load_driver
+from gpustasis.jobs.rank import Context
 from gpustasis.jobs.records import addresses_of
 
 log = logging.getLogger(__name__)

@@ -18,10 +18,11 @@ from typing import Protocol
 from gpustasis.errors import CheckpointError, JobError
 from gpustasis.files import remove
 from gpustasis.jobs import communicators, epochs
-from gpustasis.jobs.checkpointing import Checkpointing, unlock_tree
+from gpustasis.jobs.checkpointing import Checkpointing
+from gpustasis.jobs.cuda import cuda_processes, require_unlocked, unlock_tree
 from gpustasis.jobs.dumps import DumpRecord, record_of, require_same
 from gpustasis.jobs.network import Lock, look, own_addresses
-from gpustasis.jobs.rank import Context, HasCriu, cuda_processes
+from gpustasis.jobs.rank import Context, HasCriu
 from gpustasis.jobs.visits import EnginesCriu, Visit, Visits
 from gpustasis.jobs.work import Order
 from gpustasis.streaming.tree import Tree
@@ -104,7 +105,7 @@ class Contained(Checkpointing):
         self._pause.lift()
         context.lock.close()
         context.lock = Lock(context.place.job, context.place.rank, visit.pid)
-        self._require_unlocked()
+        require_unlocked(context.name, context.state.pid)
         context.say_where(visit.pid)
         tree = Tree(visit.pid)
         try:

@@ -4,25 +4,32 @@ of them go."""
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import shutil
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 from gpustasis.criu.images import INVENTORY_NAME
-from gpustasis.errors import ImageError, JobError
+from gpustasis.errors import CheckpointError, ImageError, JobError
 from gpustasis.files import changeable_by_others
+from gpustasis.image.checkpoint import is_sealed
 from gpustasis.image.directory import try_exclude
-from gpustasis.jobs import epochs, verified
-from gpustasis.jobs.dumps import DumpRecord, problems_of, record_of
+from gpustasis.jobs import epochs, neighbour, verified
+from gpustasis.jobs.dumps import DumpRecord, named_in, problems_of, record_of
 from gpustasis.jobs.epochs import Standing
 from gpustasis.jobs.messages import Phase
+from gpustasis.jobs.owner import owner_of
 from gpustasis.jobs.records import TOP, Keys, number_of
 from gpustasis.jobs.store import Entry, Put, Require, Store
 from gpustasis.jobs.verified import Mark, tell_once
+from gpustasis.peers.copies import FETCHED
+
+log = logging.getLogger(__name__)
 
 _NEWEST = re.compile(re.escape(TOP) + r"/([^/]+)/newest")
 
@@ -237,7 +244,7 @@ def prune(store: Store, keys: Keys, keep_last: int) -> list[Pruned]:
             if record.id and record.id in needed:
                 continue
             try:
-                removed += [place] if (place := _remove(record, one.number)) else []
+                removed += _remove(record, one.number, keys.job, needed)
             except JobError as exc:
                 problems.append(str(exc))
         if removed or not one.pruned:
@@ -299,14 +306,17 @@ def _needs_of(these: Iterable[Standing], among: Iterable[Standing]) -> set[str]:
     return needed
 
 
-def _remove(record: DumpRecord, number: int) -> str:
-    """What was removed; empty: nothing was there. Raises JobError."""
+def _remove(record: DumpRecord, number: int, job: str, needed: Collection[str]) -> list[str]:
+    """What was removed: the dump, and what was fetched with it and is not needed any more; empty:
+    nothing was there, or it is another's. needed: ids of what those that stay are built on. Raises
+    JobError."""
     place = Path(record.directory)
-    if record.host != socket.gethostname() or not place.is_dir() or place.is_symlink():
-        return ""
+    if not place.is_dir() or place.is_symlink():
+        return []
+    if record.host != socket.gethostname() and not (place / FETCHED).is_file():
+        return []
     # The store is others' as well: only what is named as keepers name it, and holds a dump.
-    names = os.listdir(place)
-    is_dump = not names or (place / INVENTORY_NAME).is_file()
+    is_dump = not os.listdir(place) or (place / INVENTORY_NAME).is_file()
     if place.name != f"epoch-{number:08d}" or not is_dump:
         raise JobError(f"{place} is not named as a dump of epoch {number}, or is none: left alone")
     wrong = next(changeable_by_others(str(place), owners=(0, os.geteuid())), None)
@@ -314,25 +324,67 @@ def _remove(record: DumpRecord, number: int) -> str:
         raise JobError(f"{place} is left alone: {wrong}, and keepers dump to no such place")
     try:
         lock = try_exclude(place)
+        if lock is None:  # by who restores it, builds on it or fills memory from it
+            raise JobError(f"{place} is in use, and left alone: prune again later")
     except ImageError:  # a network's file system has no such locks: nobody's is in the way there
-        _remove_all(place, names)
-        return str(place)
-    if lock is None:  # by who restores it, builds on it or fills memory from it, and asks no store
-        raise JobError(f"{place} is in use, and left alone: prune again later")
-    with lock:
-        _remove_all(place, names)
-    return str(place)
+        lock = None
+    with lock or nullcontext():
+        if because := _why_not_its(record, job):
+            tell_once(f"{place} is left alone by the prune of epoch {number}, job {job}: {because}")
+            return []
+        removed = _remove_all(place, needed)
+    if record.is_copied:
+        _forget_copy(record)
+    return removed
 
 
-def _remove_all(place: Path, names: list[str]) -> None:
+def _why_not_its(record: DumpRecord, job: str) -> str:
+    """Why what is in the record's directory may be another's; empty: it is the record's dump, or
+    what is left of it. The directory's name says nothing: other jobs count epochs as well, and this
+    one's dump may have gone long ago. Raises JobError."""
+    place = Path(record.directory)
     try:
+        found = named_in(place)
+        is_another = not found and record.id != "" and is_sealed(place)
+    except ImageError as exc:
+        raise JobError(f"{place} is left alone: {exc}") from exc
+    if found == {record.id}:
+        return ""
+    if found or is_another:
+        return f"what is there is another checkpoint: {', '.join(sorted(found)) or 'a sealed one'}"
+    # Nothing there says what it is: in a directory of this job's own it is no other's.
+    owner = owner_of(place.parent)
+    if owner == job:
+        return ""
+    if owner:
+        return f"nothing says that it is of job {job}, and the directory belongs to job {owner}"
+    if record.id or not os.listdir(place):  # a dump may be about to begin in an empty one
+        return f"nothing says that it is of job {job}"
+    return ""
+
+
+def _forget_copy(record: DumpRecord) -> None:
+    """The neighbour may have removed it long ago: newer ones take its place."""
+    try:
+        neighbour.forget(record.peer, record.key)
+    except CheckpointError as exc:
+        log.info(
+            "%s was pruned, and its copy is left to %s: %s", record.directory, record.peer, exc
+        )
+
+
+def _remove_all(place: Path, needed: Collection[str]) -> list[str]:
+    try:
+        neighbour.give_up(place)
+        fetched = neighbour.fetched_below(place)
         # Last, so that what is left of a prune that was killed is known as a dump.
-        for name in sorted(names, key=lambda one: (one == INVENTORY_NAME, one)):
+        for name in sorted(os.listdir(place), key=lambda one: (one == INVENTORY_NAME, one)):
             part = place / name
             if part.is_dir() and not part.is_symlink():
                 shutil.rmtree(part)
             else:
                 part.unlink()
         place.rmdir()
-    except OSError as exc:
-        raise JobError(f"cannot remove {place}: {exc.strerror}") from exc
+        return [str(place), *map(str, neighbour.remove_fetched(fetched, needed))]
+    except (OSError, CheckpointError) as exc:
+        raise JobError(f"cannot remove {place}: {getattr(exc, 'strerror', exc)}") from exc

@@ -11,24 +11,33 @@ from pathlib import Path
 
 from gpustasis.criu.plugin import run_settings
 from gpustasis.errors import CheckpointError
+from gpustasis.image.arena import Tier, tier_of
 from gpustasis.image.store import why_not_whole
-from gpustasis.jobs.dumps import record_of, stamp_of
+from gpustasis.jobs.aftercare import settle_at
+from gpustasis.jobs.dumps import DumpRecord, record_of, stamp_of
 from gpustasis.jobs.messages import Phase
+from gpustasis.jobs.neighbour import CommitAt
 from gpustasis.jobs.rank import Context
 from gpustasis.jobs.records import epoch_of
 from gpustasis.jobs.work import Order
 
 log = logging.getLogger(__name__)
 
+_SETTLE_S = 5.0  # for a drain that is at its last step
 
-def find_parent(context: Context, order: Order) -> Path | None:
-    """None: the dump is a full one; the log says why, where one by the clock is. Raises
-    StoreError."""
+
+def is_between(context: Context, order: Order) -> bool:
+    """Whether the dump is to be built on an earlier one, and later ones on it: that of an epoch by
+    the clock is. Raises StoreError."""
     if not context.options.max_chain or not order.leave_running:
-        return None
+        return False
     mark = context.keys.in_between(order.number)
-    if mark not in context.store.read(mark).entries:
-        return None
+    return mark in context.store.read(mark).entries
+
+
+def find_parent(context: Context) -> Path | None:
+    """What a dump in between is built on. None: it is a full one; the log says why. Raises
+    StoreError."""
     last = context.state.last
     if not last:
         log.info("%s: a full dump: none of these tasks is known", context.name)
@@ -65,8 +74,18 @@ def _why_not(context: Context, number: int, place: Path) -> str:
             return "it is sealed, or holds nothing that gpustasis has stored"
         if run_settings(os.environ).get("recipients"):
             return "the dump is to be sealed, and it is in the clear"
-        if f"{record.digest} {stamp_of(place)}" != context.state.stamp:
+        if context.options.commit_at is CommitAt.DURABLE and tier_of(place) is Tier.LOCAL:
+            return "it is only in memory yet, and the dump goes to the disk"
+        if not _is_as_committed(context, record, place):
             return "its files are not known to be those that were committed"
     except (CheckpointError, OSError) as exc:
         return str(exc)
     return why_not_whole(place)
+
+
+def _is_as_committed(context: Context, record: DumpRecord, place: Path) -> bool:
+    """A drain changes the files a moment before it is noted. Raises OSError, ImageError."""
+    if f"{record.digest} {stamp_of(place)}" == context.state.stamp:
+        return True
+    settle_at(context.aftercare, place, _SETTLE_S)
+    return f"{record.digest} {stamp_of(place)}" == context.state.stamp

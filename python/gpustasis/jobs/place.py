@@ -15,6 +15,7 @@ from pathlib import Path
 
 from gpustasis.errors import CheckpointError, JobError
 from gpustasis.files import changeable_by_others, make_directories, replace_file
+from gpustasis.jobs import owner
 from gpustasis.locked_file import KEEPER_NAME, tell
 from gpustasis.task import boot_id, read_task
 
@@ -60,6 +61,10 @@ class State:
         except CheckpointError:
             return False
 
+    def is_dumping_to(self, place: Place, images: Path) -> bool:
+        """Whether the epoch under way is a checkpoint that dumps, or has dumped, to `images`."""
+        return self.images == str(images) and images == place.images(self.epoch)
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
@@ -88,7 +93,8 @@ class Place:
         return self.directory / f"epoch-{epoch:08d}"
 
     def make(self) -> None:
-        """Raises JobError, also if others than root and this user can change what is there."""
+        """Raises JobError, also if others than root and this user can change what is there, or if
+        it is another job's."""
         try:
             make_directories(str(self.directory), 0o700)
             make_directories(str(self.run), 0o700)
@@ -101,6 +107,7 @@ class Place:
                     )
         except OSError as exc:
             raise JobError(f"cannot make {exc.filename}: {exc.strerror}") from exc
+        owner.own(self.directory, self.job)
 
     def only_keeper(self, waits: Callable[[], bool] | None = None) -> int:
         """Be the keeper of the rank on this host for as long as the descriptor is open. Raises

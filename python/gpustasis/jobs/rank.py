@@ -10,28 +10,26 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from gpustasis.answering import ANSWER_S, TimedOutError, answer_within
 from gpustasis.criu.find import Criu
-from gpustasis.criu.plugin import driver_libraries
 from gpustasis.criu.run import Run, Settings
-from gpustasis.driver import Driver, ProcessState
 from gpustasis.errors import CheckpointError, JobError, StoreError
+from gpustasis.jobs.aftercare import Aftercare
 from gpustasis.jobs.gate import Gate
 from gpustasis.jobs.kin import Kin
+from gpustasis.jobs.neighbour import CommitAt
 from gpustasis.jobs.network import Lock, find_nft, own_addresses
 from gpustasis.jobs.place import Place, State
 from gpustasis.jobs.records import Keys
 from gpustasis.jobs.safe_point import Seat
 from gpustasis.jobs.store import Put, Store
 from gpustasis.jobs.work import Order
-from gpustasis.task import has_driver_thread, is_ours_here, misleading_thread, read_task, start_time
+from gpustasis.task import is_ours_here, read_task, start_time
 from gpustasis.verifying import Check
 
 log = logging.getLogger(__name__)
@@ -48,7 +46,7 @@ class Options:
     before the rank counts as back; None: nothing. older: if the job is not, the keeper waits for a
     restore of an older one. keep_last: so many whole checkpoints stay when another one that leaves
     the job running was made; 0: all. max_chain: so many dumps in between are built on a full one;
-    0: each is full."""
+    0: each is full. commit_at: where a dump has to be before it can be in a commit."""
 
     criu: Criu
     tcp_close: bool = False
@@ -61,6 +59,7 @@ class Options:
     older: bool = False
     keep_last: int = 0
     max_chain: int = 0
+    commit_at: CommitAt = CommitAt.DURABLE
 
 
 @dataclass(slots=True)
@@ -75,7 +74,9 @@ class Context:
     options: Options
     life: int = 0
     told_at: float = 0.0
+    aftercare: Aftercare = field(init=False)
     kin: Kin = field(init=False, default_factory=Kin)
+    _noting: threading.Lock = field(init=False, default_factory=threading.Lock)
     state: State = field(init=False)
     gate: Gate = field(init=False)
     lock: Lock = field(init=False)
@@ -86,6 +87,11 @@ class Context:
         self.state = self.place.load()
         self.gate = Gate(self.place.run, self.place.script)
         self.lock = Lock(self.place.job, self.place.rank)
+        self.aftercare = Aftercare(
+            self.place,
+            is_open=lambda images: self.state.is_dumping_to(self.place, images),
+            drained=self._drained,
+        )
 
     @property
     def name(self) -> str:
@@ -104,22 +110,32 @@ class Context:
     ) -> None:
         """Change what the next keeper finds, before what it is about is done. pid 0: none. last: as
         State's, with its stamp; new tasks were in none."""
-        state = self.state
-        if pid is not None:
-            self.kin.forget()
-            start = start_time(pid) if pid else 0  # a command may have ended already
-            state = replace(state, pid=pid, start_time=start, life=self.life, last=0, stamp="")
-        if last is not None:
-            state = replace(state, last=last[0], stamp=last[1])
-        self.state = replace(
-            state,
-            epoch=state.epoch if epoch is None else epoch,
-            images=state.images if images is None else images,
-            cuda=state.cuda if cuda is None else cuda,
-            network=state.network if network is None else network,
-            told=state.told if told is None else told,
-        )
-        self.place.store(self.state)
+        with self._noting:
+            state = self.state
+            if pid is not None:
+                self.kin.forget()
+                start = start_time(pid) if pid else 0  # a command may have ended already
+                state = replace(state, pid=pid, start_time=start, life=self.life, last=0, stamp="")
+            if last is not None:
+                state = replace(state, last=last[0], stamp=last[1])
+            self.state = replace(
+                state,
+                epoch=state.epoch if epoch is None else epoch,
+                images=state.images if images is None else images,
+                cuda=state.cuda if cuda is None else cuda,
+                network=state.network if network is None else network,
+                told=state.told if told is None else told,
+            )
+            self.place.store(self.state)
+
+    def _drained(self, images: Path, before: str, now: str) -> None:
+        """The dump there has been drained: its stamp is another one, and its content is not."""
+        with self._noting:
+            state = self.state
+            digest, _, stamp = state.stamp.partition(" ")
+            if state.last and self.place.images(state.last) == images and stamp == before:
+                self.state = replace(state, stamp=f"{digest} {now}")
+                self.place.store(self.state)
 
     def say_where(self, pid: int | str = "self") -> None:
         """Have the other ranks know this one's addresses: those of a process's network. Raises
@@ -259,75 +275,6 @@ def _criu_pids(*images: str) -> list[int]:
                 if b"--action-script" in words and wanted.intersection(words):
                     found.append(int(pid))
     return found
-
-
-def cuda_processes(pids: Iterable[int]) -> list[int]:
-    """Those that the driver has a thread in. Raises JobError if one of them would mislead it."""
-    using = _using(pids)
-    for pid in using:
-        if misled := misleading_thread(pid):
-            raise JobError(f"{misled}; the driver is not asked about it")
-    return using
-
-
-def _using(pids: Iterable[int]) -> list[int]:
-    found = []
-    for pid in pids:
-        with suppress(CheckpointError):  # it has ended
-            if has_driver_thread(pid):
-                found.append(pid)
-    return found
-
-
-def load_driver() -> Driver:
-    """As the plugin would. Raises DriverError."""
-    return Driver(driver_libraries(os.environ)[0])
-
-
-def state_of(driver: Driver, pid: int) -> ProcessState:
-    """Of a process that may be stopped, as by SIGSTOP: then the driver does not answer. Raises
-    DriverError, TimedOutError among them."""
-    return answer_within(ANSWER_S, f"GetState on process {pid}", partial(driver.get_state, pid))
-
-
-def lock_cuda(driver: Driver, pid: int, timeout_ms: int) -> None:
-    """Raises DriverError; TimedOutError if the process may be stopped: then it is unlocked as soon
-    as it goes on, and the driver has locked it."""
-    given_up = threading.Event()
-
-    def lock() -> None:
-        driver.lock(pid, timeout_ms)
-        if given_up.is_set():
-            driver.unlock(pid)
-
-    try:
-        answer_within(timeout_ms / 1000 + ANSWER_S, f"Lock on process {pid}", lock)
-    except TimedOutError:
-        given_up.set()
-        raise
-
-
-def unlock_cuda(pids: Iterable[int]) -> list[str]:
-    """Unlock those that are locked; what is wrong with the others."""
-    using = {pid: misleading_thread(pid) for pid in _using(pids)}
-    wrong = [f"{misled}; the driver is not asked about it" for misled in using.values() if misled]
-    asked = [pid for pid, misled in using.items() if not misled]
-    try:
-        driver = load_driver() if asked else None
-    except CheckpointError as exc:
-        return [*wrong, str(exc)]
-    for pid in asked:
-        assert driver is not None
-        try:
-            state = state_of(driver, pid)
-            if state is ProcessState.LOCKED:
-                what = f"Unlock on process {pid}"
-                answer_within(ANSWER_S, what, partial(driver.unlock, pid))
-            elif state is not ProcessState.RUNNING:
-                wrong.append(f"process {pid} is {state.name.lower()}")
-        except Exception as exc:  # noqa: BLE001 - the others are unlocked all the same
-            wrong.append(str(exc))
-    return wrong
 
 
 class RankWork:

@@ -9,11 +9,12 @@ from pathlib import Path
 from gpustasis.criu import run
 from gpustasis.criu.images import read_pstree
 from gpustasis.errors import CheckpointError, ImageError, JobError
-from gpustasis.jobs import epochs, leftover, verified
+from gpustasis.jobs import epochs, leftover, neighbour, verified
 from gpustasis.jobs.dumps import DumpRecord, record_of, require_chain, require_same, stamp_of
 from gpustasis.jobs.gate import unsignalled
 from gpustasis.jobs.network import Network, own_addresses
 from gpustasis.jobs.rank import Context, HasCriu
+from gpustasis.jobs.spawning import make_log
 from gpustasis.jobs.work import Order
 from gpustasis.streaming.tree import Tree
 from gpustasis.task import read_task
@@ -45,6 +46,8 @@ class Restoring(HasCriu):
                 f"{context.name}: its dump is in {record.directory} on {record.host}, and this "
                 f"keeper has {images}: give the directory that it had, on that host or shared"
             )
+        if neighbour.bring_back(record):
+            make_log(context.place.log)  # which may be lost, too
         require_same(record)
         require_chain(record)
         for task in read_pstree(images):
@@ -190,6 +193,7 @@ class Restoring(HasCriu):
             raise JobError(f"{context.name}: its tasks have ended")
         if self._stamp:
             context.note(last=(self.order.restores, self._stamp))
+        context.aftercare.wake()  # it may have come from memory
         verified.verify(context, self.order, str(self.images))
 
     def _read(self) -> DumpRecord:

@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 from gpustasis.errors import CheckpointError, JobError, StoreError, VerificationError
-from gpustasis.jobs import epochs, verified
-from gpustasis.jobs.checkpointing import Checkpointing, unlock_tree
+from gpustasis.jobs import cuda, epochs, verified
+from gpustasis.jobs.checkpointing import Checkpointing
 from gpustasis.jobs.clock import remove_older
 from gpustasis.jobs.ending import ENDING, FORWARDED, Early, Ended, Signal
 from gpustasis.jobs.member import Keeper, Outcome, Settings
@@ -218,7 +218,7 @@ class Supervisor:
         context.unlock_network()
         context.seat.release()
         if context.state.cuda and context.state.lives:
-            if wrong := unlock_tree(context.state.pid):
+            if wrong := cuda.unlock_tree(context.state.pid):
                 raise JobError(f"{context.name} was left locked: {'; '.join(wrong)}")
             context.note(cuda=False)
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gpustasis.planning.figures import Figures
 from gpustasis.planning.interval import Costs, Shares, best, daly, shares, young
@@ -19,6 +19,7 @@ WAYS = {
     "disk": "gpustasis, to disk",
     "peer": "what if: to memory, a copy on a peer",
 }
+_AT_PEER = "gpustasis, committed at the peer"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,8 +71,10 @@ class Plan:
     ways: tuple[Way, ...]
 
 
-def make_plan(figures: Figures) -> Plan:
-    """The plan of these figures. Raises ValueError if one is missing, or they contradict."""
+def make_plan(figures: Figures, *, commit_at_peer: bool = False) -> Plan:
+    """The plan of these figures. commit_at_peer: a copy on a peer is made before the job goes on,
+    as by `gpustasis job run --commit-at peer`. Raises ValueError if a figure is missing, or they
+    contradict."""
     mtbf_s = job_mtbf_s(figures)
     ways = [_without(figures, mtbf_s)]
     ways += [
@@ -80,7 +83,13 @@ def make_plan(figures: Figures) -> Plan:
         if figures.is_given(name)
     ]
     if figures.is_given("peer"):
-        ways.append(_with(figures, mtbf_s, "peer", _peer_costs(figures)))
+        costs = _peer_costs(figures, waits=commit_at_peer)
+        title = _AT_PEER if commit_at_peer else WAYS["peer"]
+        ways.append(replace(_with(figures, mtbf_s, "peer", costs), title=title))
+    elif commit_at_peer:
+        raise ValueError(
+            "peer.memory_gb_per_s is not given: what is committed at the peer is copied"
+        )
     if len(ways) == 1:
         raise ValueError(
             "no way of taking checkpoints is given; of gpustasis, disk.downtime_s and "
@@ -125,16 +134,18 @@ def _costs(figures: Figures, name: str) -> Costs:
     )
 
 
-def _peer_costs(figures: Figures) -> Costs:
-    """Of checkpoints in the memory of each node, and copied to another node's while the job works.
-    A restore has one node fetch its copy; the others have theirs."""
+def _peer_costs(figures: Figures, *, waits: bool) -> Costs:
+    """Of checkpoints in the memory of each node, and copied to another node's: while the job works,
+    or, if it waits, before it goes on. A restore has one node fetch its copy; the others have
+    theirs."""
     drain_s = figures.find("peer.drain_s")
     share_gb = _peer_size_gb(figures) / nodes_of(figures)
     copied_s = share_gb / figures["peer.memory_gb_per_s"]
     sent_s = share_gb / figures["peer.network_gb_per_s"]
+    stop_s = copied_s + (figures["disk.drain_s"] if drain_s is None else drain_s)
     return Costs(
-        stop_s=copied_s + (figures["disk.drain_s"] if drain_s is None else drain_s),
-        lag_s=sent_s,
+        stop_s=stop_s + sent_s if waits else stop_s,
+        lag_s=0.0 if waits else sent_s,
         recovery_s=figures["detect_s"] + figures["peer.restore_s"] + sent_s + copied_s,
         slowdown=figures["peer.slowdown"],
     )

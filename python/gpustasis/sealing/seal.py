@@ -23,6 +23,7 @@ from gpustasis._core import (
 )
 from gpustasis.errors import CheckpointError, SealError
 from gpustasis.files import open_new, sync
+from gpustasis.image.arena import require_durable
 from gpustasis.image.directory import new_directory, require_outside, share
 from gpustasis.sealing.directory import (
     Identity,
@@ -73,6 +74,7 @@ def seal(
     if os.path.lexists(out):
         raise CheckpointError(f"{out} is there already; name a new directory")
     require_outside(out, directory)
+    require_durable(directory, "seal it")
     with share(directory):
         found = files_to_seal(directory)
         require_whole(directory, found)

@@ -27,6 +27,7 @@ from gpustasis._core import (
 from gpustasis.criu.images import INVENTORY_NAME
 from gpustasis.criu.plugin import run_settings
 from gpustasis.errors import SealError
+from gpustasis.image.arena import require_durable
 from gpustasis.image.checkpoint import NO_PARENT, find_manifest, find_parent, is_sealed
 from gpustasis.image.directory import share
 from gpustasis.sealing.keys import (
@@ -159,6 +160,7 @@ def sign_held(
     directory: Path, signer: Signer, *, threads: int = 0, on_progress: OnProgress | None = None
 ) -> Signature:
     """The same, where the caller keeps others from the directory."""
+    require_durable(directory, "sign it")
     if not (directory / INVENTORY_NAME).is_file():
         raise SealError(f"{directory} holds no whole checkpoint: it has no {INVENTORY_NAME}")
     place = f"{directory}: sign"

@@ -17,6 +17,7 @@ from gpustasis._core import ImageReader, find_drop_record
 from gpustasis.criu.images import read_pstree
 from gpustasis.criu.statistics import find_statistics
 from gpustasis.errors import CheckpointError, ImageError, StreamError
+from gpustasis.image.arena import find_marker
 from gpustasis.recovery import GUARDIAN_COMM, WORKER_COMM
 from gpustasis.task import PROC, Task, find_users, read_task
 
@@ -172,7 +173,7 @@ class Tree:
     def _what_is_wrong(self, images: Path, needed: set[int]) -> str:
         if ended := [pid for pid in self.died() if pid in needed]:
             return f"process {', '.join(map(str, ended))} has ended"
-        if images.is_dir() and find_users(images, WORKER_COMM, GUARDIAN_COMM):
+        if _is_in_use(images):
             return f"memory of process {self.root} is still being put back from {images}"
         for pid in self._fds:
             if pid in self._were_dead:
@@ -181,6 +182,20 @@ class Tree:
             if wrong and (pid in needed or pid not in self.died()):
                 return wrong
         return ""
+
+
+def _is_in_use(images: Path) -> bool:
+    """Whether memory may still be put back from the dump in `images`. Of one that is in memory
+    first, who does that holds the directory in the arena, and not the image directory."""
+    places = [images]
+    with suppress(CheckpointError):  # what cannot be read names no directory
+        if (marker := find_marker(images)) is not None:
+            places.append(Path(marker.directory))
+    for place in places:
+        with suppress(FileNotFoundError, NotADirectoryError):
+            if find_users(place, WORKER_COMM, GUARDIAN_COMM):
+                return True
+    return False
 
 
 def _what_is_wrong(pid: int, images: Path) -> str:

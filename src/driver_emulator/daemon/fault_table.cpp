@@ -7,8 +7,8 @@
 namespace gpustasis::emulator {
 namespace {
 
-constexpr std::string_view kOperations[kOperationCount] = {"init",       "get_state", "lock",
-                                                           "checkpoint", "restore",   "unlock"};
+constexpr std::string_view kOperations[kOperationCount] = {
+    "init", "get_state", "lock", "checkpoint", "restore", "unlock", "complete"};
 constexpr std::string_view kActions[] = {
     "none",  "error", "hang",  "die",      "oom",   "failed", "fail_after", "hang_half",
     "state", "lie",   "twice", "nonsense", "wrong", "close",  "race",       "end_thread"};

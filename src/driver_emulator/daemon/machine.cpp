@@ -94,6 +94,7 @@ std::uint32_t* find_number_knob(Machine& machine, std::string_view key) {
         {"managed_memory", &machine.info.managed_memory},
         {"nccl", &machine.info.nccl},
         {"cuda_ipc", &machine.info.cuda_ipc},
+        {"undefined", &machine.times.undefined},
         {"staging", &machine.times.staging},
         {"lingering_ms", &machine.times.lingering_ms},
         {"leftovers", &machine.times.leftovers},
@@ -102,6 +103,8 @@ std::uint32_t* find_number_knob(Machine& machine, std::string_view key) {
         {"lock_drain_ms", &machine.times.lock_drain_ms},
         {"d2h_ms_per_gib", &machine.times.d2h_ms_per_gib},
         {"h2d_ms_per_gib", &machine.times.h2d_ms_per_gib},
+        {"direct_d2h_ms_per_gib", &machine.times.direct_d2h_ms_per_gib},
+        {"direct_h2d_ms_per_gib", &machine.times.direct_h2d_ms_per_gib},
     };
     for (const Entry& entry : entries) {
         if (entry.name == key) {
@@ -131,8 +134,11 @@ Machine parse_options(const std::vector<std::string_view>& arguments) {
     machine.info.magic = kWireMagic;
     machine.info.api_version = 13000;
     machine.info.cloexec = 1;
+    machine.times.undefined = 1;
     machine.times.d2h_ms_per_gib = kD2hMsPerGib;
     machine.times.h2d_ms_per_gib = kH2dMsPerGib;
+    machine.times.direct_d2h_ms_per_gib = kDirectD2hMsPerGib;
+    machine.times.direct_h2d_ms_per_gib = kDirectH2dMsPerGib;
     copy_text("driver", "580.95.05", machine.info.driver_version);
     std::string_view name = "gpustasis emulated GPU";
     std::uint64_t memory = std::uint64_t{16} << 30;
@@ -206,10 +212,26 @@ void set_knob(Machine& machine, std::string_view key, std::string_view value) {
 std::string knobs_json(const Machine& machine) {
     std::string text;
     Machine copy = machine;
-    for (const char* key :
-         {"persistence", "cloexec", "desync", "init_ms", "nvml_processes", "nvml_memory",
-          "managed_memory", "nccl", "cuda_ipc", "staging", "lingering_ms", "leftovers", "gaps",
-          "delay_ms", "lock_drain_ms", "d2h_ms_per_gib", "h2d_ms_per_gib"}) {
+    for (const char* key : {"persistence",
+                            "cloexec",
+                            "desync",
+                            "init_ms",
+                            "nvml_processes",
+                            "nvml_memory",
+                            "managed_memory",
+                            "nccl",
+                            "cuda_ipc",
+                            "undefined",
+                            "staging",
+                            "lingering_ms",
+                            "leftovers",
+                            "gaps",
+                            "delay_ms",
+                            "lock_drain_ms",
+                            "d2h_ms_per_gib",
+                            "h2d_ms_per_gib",
+                            "direct_d2h_ms_per_gib",
+                            "direct_h2d_ms_per_gib"}) {
         text +=
             '"' + std::string(key) + "\": " + std::to_string(*find_number_knob(copy, key)) + ", ";
     }

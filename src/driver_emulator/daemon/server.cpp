@@ -12,6 +12,7 @@
 #include <fcntl.h>
 #include <poll.h>
 #include <stdexcept>
+#include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/resource.h>
 #include <sys/signalfd.h>
@@ -89,6 +90,10 @@ Server::Server(Machine machine)
     if (signals_ < 0 || listener_ < 0) {
         fail("socket");
     }
+    links_ = memfd_create("gpustasis-emulated-links", MFD_CLOEXEC);
+    if (links_ < 0 || ftruncate(links_, sizeof(LinkPage)) != 0) {
+        fail("memory for the GPUs' links");
+    }
     // Any user's programs may use the GPUs, as with a real driver; workers run as the user.
     const mode_t old = umask(0);
     const int bound = bind(listener_, reinterpret_cast<const sockaddr*>(&address), sizeof address);
@@ -111,8 +116,10 @@ Server::~Server() {
         unlink(machine_.socket_path.c_str());
         remove_device_files();
     }
-    if (signals_ >= 0) {
-        close(signals_);
+    for (const int fd : {signals_, links_}) {
+        if (fd >= 0) {
+            close(fd);
+        }
     }
 }
 
@@ -223,6 +230,8 @@ bool Server::serve(int socket) {
     case WireOp::processes:
         return length == sizeof(ProcessesRequest) && request.processes.gpu < kMaxGpus &&
                send_struct(socket, processes_of(request.processes.gpu));
+    case WireOp::links:
+        return send_struct(socket, WireReply{kWireMagic, Result::success, 0, 0}, links_);
     default: return false;
     }
 }

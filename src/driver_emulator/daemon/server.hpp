@@ -43,6 +43,7 @@ private:
     FaultTable faults_;
     int listener_ = -1;
     int signals_ = -1;
+    int links_ = -1; ///< the file of the LinkPage
     bool stopping_ = false;
 };
 

@@ -3,9 +3,9 @@
 #include "driver_emulator/driver/api.hpp"
 #include "driver_emulator/driver/caller.hpp"
 #include "driver_emulator/driver/driver.hpp"
+#include "driver_emulator/driver/storage_operation.hpp"
 
 #include <algorithm>
-#include <cstring>
 
 using namespace gpustasis::emulator;
 
@@ -26,10 +26,15 @@ bool is_zeroed(const T& bytes) {
     return std::all_of(first, first + sizeof bytes, [](unsigned char byte) { return byte == 0; });
 }
 
-Result request(int pid, Operation operation, std::uint32_t timeout_ms = 0,
-               const GpuPair* pairs = nullptr, unsigned pair_count = 0) {
-    ProcessState state{};
-    return request_operation(pid, operation, timeout_ms, pairs, pair_count, state);
+ChannelRequest make_request(Operation operation) {
+    ChannelRequest request{};
+    request.operation = operation;
+    return request;
+}
+
+Result send(int pid, ChannelRequest request) {
+    ChannelReply reply{};
+    return request_operation(pid, request, reply);
 }
 
 /// Restore is for callers that have called cuInit themselves, unless the driver stays loaded.
@@ -53,24 +58,32 @@ GPUSTASIS_API(cuCheckpointProcessGetState)(int pid, ProcessState* state) {
     if (state == nullptr) {
         return code(Result::invalid_value);
     }
-    return code(request_operation(pid, Operation::get_state, 0, nullptr, 0, *state));
+    ChannelRequest request = make_request(Operation::get_state);
+    ChannelReply reply{};
+    const Result result = request_operation(pid, request, reply);
+    *state = reply.state;
+    return code(result);
 }
 
 GPUSTASIS_API(cuCheckpointProcessLock)(int pid, const LockArgs* args) {
     if (args != nullptr && (args->reserved0 != 0 || !is_zeroed(args->reserved1))) {
         return code(Result::invalid_value);
     }
-    return code(request(pid, Operation::lock, args == nullptr ? 0 : args->timeout_ms));
+    ChannelRequest request = make_request(Operation::lock);
+    request.timeout_ms = args == nullptr ? 0 : args->timeout_ms;
+    return code(send(pid, request));
 }
 
 GPUSTASIS_API(cuCheckpointProcessCheckpoint)(int pid, const CheckpointArgs* args) {
-    if (args != nullptr && !is_zeroed(*args)) {
-        CheckpointArgs rest = *args;
-        rest.reserved[0] = 0; // customStorageInfo_out, where there is one
-        const bool custom = is_zeroed(rest) && has_custom_storage();
-        return code(custom ? Result::not_supported : Result::invalid_value);
+    if (args != nullptr && !is_zeroed(args->reserved)) {
+        return code(Result::invalid_value);
     }
-    return code(request(pid, Operation::checkpoint));
+    const ChannelRequest request = make_request(Operation::checkpoint);
+    if (args == nullptr || args->storage == nullptr) {
+        return code(send(pid, request));
+    }
+    return has_custom_storage() ? begin_storage_operation(pid, request, args->storage)
+                                : code(Result::invalid_value);
 }
 
 GPUSTASIS_API(cuCheckpointProcessRestore)(int pid, const RestoreArgs* args) {
@@ -83,30 +96,31 @@ GPUSTASIS_API(cuCheckpointProcessRestore)(int pid, const RestoreArgs* args) {
     if (!may_restore(info)) {
         return code(Result::not_permitted);
     }
+    ChannelRequest request = make_request(Operation::restore);
     if (args == nullptr) {
-        return code(request(pid, Operation::restore));
-    }
-    std::uint64_t custom_storage = 0; // customStorageInfo_out, where there is one: at offset 16
-    std::memcpy(&custom_storage, args->reserved + 4, sizeof custom_storage);
-    if (custom_storage != 0 && info.api_version >= kVersionWithCustomStorage) {
-        return code(Result::not_supported);
+        return code(send(pid, request));
     }
     const bool pairs_known = info.api_version >= kVersionWithGpuPairs;
-    if (!is_zeroed(args->reserved) || args->reserved1 != 0 ||
+    const bool storage_known = info.api_version >= kVersionWithCustomStorage;
+    if (!is_zeroed(args->reserved) || args->padding0 != 0 ||
         (args->gpu_pairs == nullptr) != (args->gpu_pair_count == 0) ||
-        args->gpu_pair_count > kMaxGpus || (!pairs_known && args->gpu_pairs != nullptr)) {
+        args->gpu_pair_count > kMaxGpus || (!pairs_known && args->gpu_pairs != nullptr) ||
+        (!storage_known && args->storage != nullptr)) {
         return code(Result::invalid_value);
     }
-    return code(request(pid, Operation::restore, 0, args->gpu_pairs, args->gpu_pair_count));
+    request.pair_count = args->gpu_pair_count;
+    std::copy_n(args->gpu_pairs, request.pair_count, request.pairs);
+    return args->storage == nullptr ? code(send(pid, request))
+                                    : begin_storage_operation(pid, request, args->storage);
 }
 
 GPUSTASIS_API(cuCheckpointProcessUnlock)(int pid, const UnlockArgs* args) {
     if (args != nullptr && !is_zeroed(*args)) {
         return code(Result::invalid_value);
     }
-    return code(request(pid, Operation::unlock));
+    return code(send(pid, make_request(Operation::unlock)));
 }
 
-GPUSTASIS_API(cuCheckpointOperationComplete)(void*) {
-    return code(Result::invalid_value); // no operation is ever handed out: see custom storage
+GPUSTASIS_API(cuCheckpointOperationComplete)(void* handle) {
+    return complete_storage_operation(handle);
 }

@@ -36,9 +36,8 @@ int copy_later(To to, From from, std::size_t size, void* handle) {
         if (stream == nullptr) {
             return Result::invalid_handle;
         }
-        bool asynchronous = false;
-        const Result refused =
-            is_asynchronous(driver, number(to), number(from), size, asynchronous);
+        CopyTurn turn{};
+        const Result refused = find_turn(driver, number(to), number(from), size, turn);
         if (refused != Result::success) {
             return refused;
         }
@@ -46,8 +45,13 @@ int copy_later(To to, From from, std::size_t size, void* handle) {
             return before != Result::success ? before
                                              : copy_bytes(driver, number(to), number(from), size);
         };
-        return asynchronous ? defer(driver, *stream, body)
-                            : body(driver.link.wait(last_before(driver, *stream)));
+        if (turn != CopyTurn::at_once) {
+            return turn == CopyTurn::direct ? submit_direct(driver, *stream, body)
+                                            : defer(driver, *stream, body);
+        }
+        const Result entered = enter_stream(driver, *stream);
+        return entered != Result::success ? entered
+                                          : body(driver.link.wait(last_before(driver, *stream)));
     });
 }
 
@@ -62,11 +66,13 @@ int fill_later(DevicePtr to, Pattern pattern, std::size_t count, void* handle) {
         if (!is_fillable(driver, to, sizeof pattern, size)) {
             return Result::invalid_value;
         }
-        return defer(driver, *stream, [=, &driver](Result before) {
+        const auto body = [=, &driver](Result before) {
             return before != Result::success
                        ? before
                        : fill_bytes(driver, to, &pattern, sizeof pattern, size);
-        });
+        };
+        return find_fill_turn(driver, to) == CopyTurn::direct ? submit_direct(driver, *stream, body)
+                                                              : defer(driver, *stream, body);
     });
 }
 

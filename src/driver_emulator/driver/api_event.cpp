@@ -18,10 +18,11 @@ bool is_reached(const Driver& driver, Event& event) {
     if (!event.recorded || event.done_ns != 0) {
         return true;
     }
-    if (!driver.link.is_done(event.sequence)) {
+    if (!driver.link.is_done(event.sequence) || !event.point.is_reached()) {
         return false;
     }
-    event.done_ns = std::max(event.recorded_ns, driver.link.done_ns(event.sequence));
+    const std::uint64_t direct = event.point_ns == nullptr ? 0 : event.point_ns->load();
+    event.done_ns = std::max({event.recorded_ns, driver.link.done_ns(event.sequence), direct});
     return true;
 }
 
@@ -34,17 +35,49 @@ int with_event(Event* handle, Body body) {
     });
 }
 
+/// Puts a mark behind the copies of custom storage in the stream, if any are to be waited for.
+Result mark_lane(Driver& driver, Stream& stream, LanePoint& point,
+                 std::shared_ptr<std::atomic<std::uint64_t>>& reached_ns) {
+    if (const Result refused = refuse_capture(driver, stream); refused != Result::success) {
+        return refused;
+    }
+    const std::vector<LanePoint> before = lanes_before(driver, stream);
+    if (std::all_of(before.begin(), before.end(),
+                    [](const LanePoint& each) { return each.is_reached(); })) {
+        return Result::success;
+    }
+    reached_ns = std::make_shared<std::atomic<std::uint64_t>>(0);
+    return submit_direct(
+        driver, stream,
+        [reached_ns](Result done) {
+            *reached_ns = now_ns();
+            return done;
+        },
+        &point);
+}
+
 int record(Event* handle, void* stream_handle) {
     return call_in_context([=](Driver& driver, Context& context) {
         Stream* stream = find_stream(driver, context, stream_handle);
+        if (stream == nullptr) {
+            return Result::invalid_handle;
+        }
+        LanePoint point;
+        std::shared_ptr<std::atomic<std::uint64_t>> point_ns;
+        const Result marked = mark_lane(driver, *stream, point, point_ns);
+        if (marked != Result::success) {
+            return marked;
+        }
         const std::lock_guard lock(driver.mutex);
-        if (stream == nullptr || !driver.objects.events.contains(handle)) {
+        if (!driver.objects.events.contains(handle)) {
             return Result::invalid_handle;
         }
         handle->recorded = true;
         handle->sequence = last_before(driver, *stream);
         handle->recorded_ns = now_ns();
         handle->done_ns = 0;
+        handle->point = std::move(point);
+        handle->point_ns = std::move(point_ns);
         return Result::success;
     });
 }
@@ -86,13 +119,16 @@ GPUSTASIS_API(cuEventQuery)(Event* handle) {
 GPUSTASIS_API(cuEventSynchronize)(Event* handle) {
     return call([=](Driver& driver) {
         std::uint64_t sequence = 0;
+        LanePoint point;
         {
             const std::lock_guard lock(driver.mutex);
             if (!driver.objects.events.contains(handle)) {
                 return Result::invalid_handle;
             }
             sequence = handle->sequence;
+            point = handle->point;
         }
+        point.wait();
         return driver.link.wait(sequence);
     });
 }

@@ -67,8 +67,13 @@ int launch(Function* function, const Shape& shape, unsigned shared_bytes, void* 
             }
         }
         Stream* stream = find_stream(driver, context, stream_handle);
+        const Result entered =
+            stream == nullptr ? Result::invalid_handle : enter_stream(driver, *stream);
+        if (entered != Result::success) {
+            return entered;
+        }
         const std::lock_guard lock(driver.mutex);
-        if (stream == nullptr || !driver.objects.functions.contains(function)) {
+        if (!driver.objects.functions.contains(function)) {
             return Result::invalid_handle;
         }
         if (!is_valid(shape) || (params != nullptr && extra != nullptr)) {

@@ -72,7 +72,10 @@ GPUSTASIS_API(cuMemGetAddressRange_v2)(DevicePtr* base, std::size_t* size, Devic
     return call_in_context([=](Driver& driver, Context&) {
         const std::lock_guard lock(driver.mutex);
         const Device* device = driver.objects.find_device(address);
-        const Allocation found = device == nullptr ? Allocation{} : device->vram.find(address);
+        Allocation found = device == nullptr ? Allocation{} : device->vram.find(address);
+        if (const auto mapping = driver.objects.mappings.find(address)) {
+            found = {mapping->address(), mapping->size(), nullptr};
+        }
         if (found.size == 0) {
             return Result::not_found;
         }

@@ -10,6 +10,7 @@ namespace {
 struct PointerInfo {
     MemoryType type{};
     const Context* context = nullptr;
+    DeviceOrdinal device = 0;
     std::uint64_t start = 0;
     std::uint64_t size = 0;
 };
@@ -18,14 +19,20 @@ bool find_pointer(Driver& driver, std::uint64_t address, PointerInfo& info) {
     const std::lock_guard lock(driver.mutex);
     if (const Device* device = driver.objects.find_device(address)) {
         const Allocation found = device->vram.find(address);
-        info = {MemoryType::device, found.owner, found.address, found.size};
+        info = {MemoryType::device, found.owner, device->ordinal, found.address, found.size};
         return found.size != 0;
+    }
+    if (const auto mapping = driver.objects.mappings.find(address)) {
+        // No context of this process has made it.
+        info = {MemoryType::device, nullptr, mapping->device(), mapping->address(),
+                mapping->size()};
+        return true;
     }
     const auto [start, range] = driver.objects.find_host(address);
     if (range == nullptr) {
         return false;
     }
-    info = {MemoryType::host, range->context, start, range->size};
+    info = {MemoryType::host, range->context, range->context->device->ordinal, start, range->size};
     return true;
 }
 
@@ -47,7 +54,7 @@ Result answer(const PointerInfo& info, std::uint64_t address, PointerAttribute a
         return on_device ? Result::invalid_value : put(data, address);
     case PointerAttribute::buffer_id: return put(data, info.start); // unique among what exists
     case PointerAttribute::is_managed: return put(data, false);
-    case PointerAttribute::device_ordinal: return put(data, info.context->device->ordinal);
+    case PointerAttribute::device_ordinal: return put(data, info.device);
     case PointerAttribute::range_start_addr: return put(data, info.start);
     case PointerAttribute::range_size: return put(data, info.size);
     case PointerAttribute::mapped: return put(data, true);

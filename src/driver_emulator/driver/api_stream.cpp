@@ -5,20 +5,6 @@
 
 using namespace gpustasis::emulator;
 
-namespace gpustasis::emulator {
-
-Stream* find_stream(Driver& driver, Context& context, void* handle) {
-    const auto number = reinterpret_cast<std::uintptr_t>(handle);
-    if (number == 0 || number == kStreamLegacy || number == kStreamPerThread) {
-        return &context.null_stream;
-    }
-    const std::lock_guard lock(driver.mutex);
-    const auto found = driver.objects.streams.find(static_cast<Stream*>(handle));
-    return found == driver.objects.streams.end() ? nullptr : found->first;
-}
-
-} // namespace gpustasis::emulator
-
 namespace {
 
 constexpr int kLowestPriority = 0;
@@ -83,15 +69,35 @@ GPUSTASIS_API(cuStreamSynchronize)(void* handle) {
 
 GPUSTASIS_API(cuStreamQuery)(void* handle) {
     return ask_stream(handle, [](Driver& driver, Stream& stream) {
-        return driver.link.is_done(last_before(driver, stream)) ? Result::success
-                                                                : Result::not_ready;
+        const Result refused = refuse_capture(driver, stream);
+        if (refused != Result::success) {
+            return refused;
+        }
+        bool done = driver.link.is_done(last_before(driver, stream));
+        for (const LanePoint& point : lanes_before(driver, stream)) {
+            done = done && point.is_reached();
+        }
+        return done ? Result::success : Result::not_ready;
     });
 }
 
 GPUSTASIS_API(cuStreamWaitEvent)(void* handle, Event* event, unsigned) {
-    return ask_stream(handle, [=](Driver& driver, Stream&) {
-        const std::lock_guard lock(driver.mutex);
-        return driver.objects.events.contains(event) ? Result::success : Result::invalid_handle;
+    return ask_stream(handle, [=](Driver& driver, Stream& stream) {
+        LanePoint point;
+        {
+            const std::lock_guard lock(driver.mutex);
+            if (!driver.objects.events.contains(event)) {
+                return Result::invalid_handle;
+            }
+            point = event->point;
+        }
+        if (point.is_reached()) {
+            return Result::success; // or of the one order
+        }
+        return submit_direct(driver, stream, [point](Result before) {
+            point.wait();
+            return before;
+        });
     });
 }
 
@@ -149,8 +155,10 @@ GPUSTASIS_API(cuStreamGetCtx_v2)(void* handle, Context** context, void** green_c
     return cuStreamGetCtx(handle, context);
 }
 
-GPUSTASIS_API(cuStreamIsCapturing)(void* handle, int* status) {
-    return ask_stream(handle, [=](Driver&, Stream&) { return give(status, 0); });
+GPUSTASIS_API(cuStreamGetDevice)(void* handle, DeviceOrdinal* device) {
+    return ask_stream(handle, [=](Driver&, Stream& stream) {
+        return give(device, stream.context->device->ordinal);
+    });
 }
 
 GPUSTASIS_API(cuCtxGetStreamPriorityRange)(int* lowest, int* highest) {

@@ -28,7 +28,6 @@ UNSUPPORTED(cuIpcOpenMemHandle_v2)
 UNSUPPORTED(cuIpcCloseMemHandle)
 UNSUPPORTED(cuIpcGetEventHandle)
 UNSUPPORTED(cuIpcOpenEventHandle)
-UNSUPPORTED(cuStreamBeginCapture_v2)
 UNSUPPORTED(cuLaunchCooperativeKernel)
 
 // A program that finds these names by dlsym, instead of the _v2 ones that cuda.h means, gets the

@@ -155,8 +155,8 @@ Result find_restore_thread(pid_t pid, RestoreThread& thread) noexcept {
     return result;
 }
 
-Result request_operation(pid_t pid, Operation operation, std::uint32_t timeout_ms,
-                         const GpuPair* pairs, unsigned pair_count, ProcessState& state) noexcept {
+Result request_operation(pid_t pid, ChannelRequest& request, ChannelReply& reply,
+                         const std::function<Result(const ChannelReply&)>& accept) {
     RestoreThread thread;
     const Result found = find_restore_thread(pid, thread);
     if (found != Result::success) {
@@ -171,19 +171,11 @@ Result request_operation(pid_t pid, Operation operation, std::uint32_t timeout_m
     // Callers take turns; the kernel lets the next one in when one dies.
     while (flock(replies.get(), LOCK_EX) != 0 && errno == EINTR) {
     }
-    ChannelReply reply{};
     while (!desync && read(replies.get(), &reply, sizeof reply) > 0) {
         // Left over from a caller that died.
     }
-    ChannelRequest request{};
     request.magic = kChannelMagic;
-    request.operation = operation;
     request.id = next_id();
-    request.timeout_ms = timeout_ms;
-    request.pair_count = pair_count;
-    for (unsigned i = 0; i < pair_count; ++i) {
-        request.pairs[i] = pairs[i];
-    }
     {
         const NoSigpipe guard;
         if (write(requests.get(), &request, sizeof request) !=
@@ -193,8 +185,7 @@ Result request_operation(pid_t pid, Operation operation, std::uint32_t timeout_m
     }
     const Result result =
         read_reply(pid, thread.tid, replies.get(), desync ? 0 : request.id, reply);
-    state = reply.state;
-    return result;
+    return result == Result::success && accept ? accept(reply) : result;
 }
 
 } // namespace gpustasis::emulator

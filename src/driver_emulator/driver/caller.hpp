@@ -5,6 +5,7 @@
 #include "driver_emulator/channel.hpp"
 
 #include <cstdint>
+#include <functional>
 #include <sys/types.h>
 
 namespace gpustasis::emulator {
@@ -20,9 +21,10 @@ struct RestoreThread {
 Result find_restore_thread(pid_t pid, RestoreThread& thread) noexcept;
 
 /// Has the target's restore thread carry out one operation and waits for its reply, for as long as
-/// it takes. `state` is the target's state afterwards.
+/// it takes. The request's magic and id are filled in. Before the next caller has its turn, and only
+/// after success, `accept` is called with the reply; what it returns is the result then. It may throw.
 /// Returns operating_system if the target may not be looked into or dies meanwhile.
-Result request_operation(pid_t pid, Operation operation, std::uint32_t timeout_ms,
-                         const GpuPair* pairs, unsigned pair_count, ProcessState& state) noexcept;
+Result request_operation(pid_t pid, ChannelRequest& request, ChannelReply& reply,
+                         const std::function<Result(const ChannelReply&)>& accept = {});
 
 } // namespace gpustasis::emulator

@@ -5,6 +5,7 @@
 #include "driver_emulator/driver/driver_threads.hpp"
 #include "driver_emulator/driver/futex.hpp"
 #include "driver_emulator/driver/staging.hpp"
+#include "driver_emulator/driver/target_storage.hpp"
 
 #include <csignal>
 #include <cstring>
@@ -52,7 +53,8 @@ Result lock(Driver& driver, const ChannelRequest& request, const OperationPlan& 
             break; // done, or the worker is gone and will never be
         }
     }
-    while (!driver.link.is_idle()) { // its thread may be stopped from now on, with a lock in hand
+    // Their threads may be stopped from now on, with a lock in hand.
+    while (!driver.link.is_idle() || driver.lanes_pending.load() != 0) {
         if (is_late()) {
             return give_up(Result::not_ready);
         }
@@ -79,6 +81,9 @@ void die(int signal) noexcept {
 
 /// What Checkpoint does to programs that it cannot save (reference: measured on 580.178 and 595.84).
 Result meet_unsupported(Driver& driver) noexcept {
+    if (!driver.objects.operations.empty()) {
+        return Result::not_supported; // it holds memory of others
+    }
     const int api = driver.info.api_version;
     if (driver.info.managed_memory != 0) {
         if (api > kLast580) {
@@ -97,9 +102,13 @@ Result meet_unsupported(Driver& driver) noexcept {
     return Result::success;
 }
 
-Result checkpoint(Driver& driver, const OperationPlan& plan) noexcept {
+Result checkpoint(Driver& driver, const ChannelRequest& request,
+                  const OperationPlan& plan) noexcept {
     if (const Result refused = meet_unsupported(driver); refused != Result::success) {
         return refused;
+    }
+    if (request.wants_storage != 0) {
+        return begin_storage_checkpoint(driver, request, plan);
     }
     const Result result = stage_device_memory(driver, plan);
     if (result == Result::success) {
@@ -115,6 +124,12 @@ Result restore(Driver& driver, const ChannelRequest& request, const OperationPla
     if (driver.info.cuda_ipc != 0 && driver.info.api_version <= kLast580) {
         driver.poisoned = true; // it checkpoints such programs, and never restores them
         return Result::invalid_value;
+    }
+    if ((request.wants_storage != 0) != driver.storage.contents_outside) {
+        return Result::illegal_state; // its contents are not where the caller thinks
+    }
+    if (request.wants_storage != 0) {
+        return begin_storage_restore(driver, request, plan, driver.poisoned);
     }
     const Result result =
         unstage_device_memory(driver, plan, request.pairs, request.pair_count, driver.poisoned);
@@ -139,12 +154,14 @@ Result perform(Driver& driver, const ChannelRequest& request, const OperationPla
     case Operation::lock:
         return needs(ProcessState::running) ? lock(driver, request, plan) : Result::illegal_state;
     case Operation::checkpoint:
-        return needs(ProcessState::locked) ? checkpoint(driver, plan) : Result::illegal_state;
+        return needs(ProcessState::locked) ? checkpoint(driver, request, plan)
+                                           : Result::illegal_state;
     case Operation::restore:
         return needs(ProcessState::checkpointed) ? restore(driver, request, plan)
                                                  : Result::illegal_state;
     case Operation::unlock:
         return needs(ProcessState::locked) ? unlock(driver) : Result::illegal_state;
+    case Operation::complete: return complete_storage(driver, request);
     default: return Result::invalid_value;
     }
 }
@@ -201,7 +218,7 @@ void send_reply(Driver& driver, ChannelReply reply, const OperationPlan& plan) n
 bool read_request(const Driver& driver, ChannelRequest& request) noexcept {
     const ssize_t got = read(driver.channel.request[0], &request, sizeof request);
     return got == static_cast<ssize_t>(sizeof request) && request.magic == kChannelMagic &&
-           request.pair_count <= kMaxGpus;
+           request.pair_count <= kMaxGpus && request.context_count <= kMaxGpus;
 }
 
 } // namespace
@@ -211,10 +228,14 @@ void answer_request(Driver& driver) noexcept {
     if (!read_request(driver, request)) {
         return;
     }
+    if (request.operation != Operation::complete) { // whose caller is there
+        end_abandoned_storage(driver);
+    }
     const OperationPlan plan = ask_plan(request.operation);
     sleep_ms(plan.delay_ms);
     const Result result = perform_planned(driver, request, plan);
-    send_reply(driver, {kChannelMagic, result, request.id, driver.state.load(), 0}, plan);
+    const ProcessState state = driver.state.load();
+    send_reply(driver, {kChannelMagic, result, request.id, state, driver.storage.table}, plan);
 }
 
 } // namespace gpustasis::emulator

@@ -102,6 +102,18 @@ OperationPlan ask_plan(Operation operation) noexcept {
     return plan;
 }
 
+int ask_links() noexcept {
+    int file = -1;
+    WireReply reply{};
+    const int socket = connect_daemon(daemon_path());
+    if (socket >= 0) {
+        static_cast<void>(send_struct(socket, WireHeader{kWireMagic, WireOp::links}) &&
+                          receive_packet(socket, &reply, sizeof reply, &file) > 0);
+        close(socket);
+    }
+    return file;
+}
+
 Result DaemonLink::open(const char* device, const char* mapping) noexcept {
     AttachClient hello{{kWireMagic, WireOp::attach_client}, submitted_.load(), {}, {}};
     std::strncpy(hello.device, device, sizeof hello.device - 1);

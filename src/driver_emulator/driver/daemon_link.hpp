@@ -33,6 +33,9 @@ namespace gpustasis::emulator {
 /// Asks what shall happen in an operation; without a daemon nothing special does.
 [[nodiscard]] OperationPlan ask_plan(Operation operation) noexcept;
 
+/// Asks for the file of the LinkPage, which is the caller's to close. -1 if no daemon answers.
+[[nodiscard]] int ask_links() noexcept;
+
 /// Thread-safe. Allocates no memory, but where it says so.
 class DaemonLink {
 public:

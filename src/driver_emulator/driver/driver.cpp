@@ -117,6 +117,22 @@ Driver& driver() noexcept {
     return *instance;
 }
 
+Result synchronise(Driver& driver) {
+    std::vector<LanePoint> points;
+    if (driver.lanes_pending.load() != 0) {
+        const std::lock_guard lock(driver.mutex);
+        for (const std::weak_ptr<Lane>& known : driver.lanes) {
+            if (const std::shared_ptr<Lane> lane = known.lock()) {
+                points.push_back({lane, lane->submitted()});
+            }
+        }
+    }
+    for (const LanePoint& point : points) {
+        point.wait();
+    }
+    return driver.link.wait(driver.link.submitted());
+}
+
 Result initialise(Driver& driver) noexcept {
     const std::lock_guard lock(driver.init_mutex);
     return initialise_locked(driver);

@@ -10,10 +10,19 @@
 #include "driver_emulator/driver/objects.hpp"
 
 #include <atomic>
+#include <memory>
 #include <mutex>
 #include <new>
+#include <vector>
 
 namespace gpustasis::emulator {
+
+/// Of a Checkpoint or Restore whose caller moves the memory: see target_storage.hpp.
+struct StorageState {
+    bool contents_outside = false; ///< CHECKPOINTED, and the memory's contents are with a caller
+    int table = -1;                ///< descriptor of the StorageTable while an operation is open
+    std::uint64_t operation = 0;   ///< id of the request that began it; 0 = none is open
+};
 
 struct Driver {
     std::mutex init_mutex;
@@ -28,11 +37,14 @@ struct Driver {
     std::mutex mutex; ///< guards what follows, against other calls; the restore thread has the gate
     DaemonLink link;
     Objects objects;
+    std::vector<std::weak_ptr<Lane>> lanes;      ///< all of them
+    std::atomic<std::uint32_t> lanes_pending{0}; ///< what they have yet to do
 
     std::atomic<ProcessState> state{ProcessState::running};
     bool had_context = false; ///< once: there is a worker, unless checkpointed
     bool poisoned = false;    ///< a restore failed half-way: no second try
-    bool gaps = false;        ///< the addresses of GPU memory are unmapped, but for staging there
+    StorageState storage;
+    bool gaps = false; ///< the addresses of GPU memory are unmapped, but for staging there
 
     [[nodiscard]] bool is_usable() const noexcept;
 };
@@ -49,10 +61,9 @@ void map_uvm(Driver& driver) noexcept;
 /// Connects to the daemon and starts what comes with a first context. Caller holds driver.mutex.
 Result start_first_context(Driver& driver, Device& device);
 
-/// Waits until everything that was launched is done.
-inline Result synchronise(Driver& driver) noexcept {
-    return driver.link.wait(driver.link.submitted());
-}
+/// Waits until everything that was launched is done, copies of custom storage too. Throws
+/// std::bad_alloc.
+Result synchronise(Driver& driver);
 
 /// Runs the body of an API call: after cuInit, in the process that called it, behind the gate.
 template <typename Body>

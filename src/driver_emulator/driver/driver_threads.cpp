@@ -21,23 +21,6 @@ std::atomic<std::uint32_t> event_thread_held{0}; // futex
 bool context_threads_started = false;
 std::atomic<std::uint32_t> restore_thread_started{0};
 
-/// A detached thread with all signals blocked: they are the program's.
-bool start_thread(void* (*body)(void*), void* argument) noexcept {
-    sigset_t all;
-    sigset_t old;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &old);
-    pthread_attr_t attributes;
-    pthread_attr_init(&attributes);
-    pthread_attr_setstacksize(&attributes, kStackBytes);
-    pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
-    pthread_t thread{};
-    const int error = pthread_create(&thread, &attributes, body, argument);
-    pthread_attr_destroy(&attributes);
-    pthread_sigmask(SIG_SETMASK, &old, nullptr);
-    return error == 0;
-}
-
 void* run_restore_thread(void* argument) {
     Driver& driver = *static_cast<Driver*>(argument);
     char name[kThreadNameLength + 1];
@@ -96,9 +79,25 @@ void* run_stream_thread(void* argument) {
 
 } // namespace
 
+bool start_driver_thread(void* (*body)(void*), void* argument) noexcept {
+    sigset_t all;
+    sigset_t old;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &old);
+    pthread_attr_t attributes;
+    pthread_attr_init(&attributes);
+    pthread_attr_setstacksize(&attributes, kStackBytes);
+    pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
+    pthread_t thread{};
+    const int error = pthread_create(&thread, &attributes, body, argument);
+    pthread_attr_destroy(&attributes);
+    pthread_sigmask(SIG_SETMASK, &old, nullptr);
+    return error == 0;
+}
+
 Result start_restore_thread(Driver& driver) noexcept {
     restore_thread_started = 0;
-    if (!start_thread(run_restore_thread, &driver)) {
+    if (!start_driver_thread(run_restore_thread, &driver)) {
         return Result::operating_system;
     }
     while (restore_thread_started.load() == 0) {
@@ -111,12 +110,13 @@ Result start_context_threads(Driver& driver) noexcept {
     if (context_threads_started) {
         return Result::success;
     }
-    if (!start_thread(run_event_thread, &driver) || !start_thread(run_stream_thread, &driver)) {
+    if (!start_driver_thread(run_event_thread, &driver) ||
+        !start_driver_thread(run_stream_thread, &driver)) {
         return Result::operating_system;
     }
     static char nccl_threads[][16] = {"pt_nccl_watchdg", "pt_nccl_heartbt"};
     for (char* name : {nccl_threads[0], nccl_threads[1]}) {
-        if (driver.info.nccl != 0 && !start_thread(run_nccl_thread, name)) {
+        if (driver.info.nccl != 0 && !start_driver_thread(run_nccl_thread, name)) {
             return Result::operating_system;
         }
     }

@@ -8,6 +8,10 @@ namespace gpustasis::emulator {
 
 struct Driver;
 
+/// Starts a detached thread with all signals blocked: they are the program's. Returns false if there
+/// is none to be had.
+bool start_driver_thread(void* (*body)(void*), void* argument) noexcept;
+
 /// Starts the thread that answers callers of the checkpoint API, with its name set.
 Result start_restore_thread(Driver& driver) noexcept;
 

@@ -2,6 +2,7 @@
 #include "driver_emulator/driver/objects.hpp"
 
 #include "driver_emulator/driver/driver.hpp"
+#include "driver_emulator/driver/storage_operation.hpp"
 
 #include <sys/mman.h>
 
@@ -18,6 +19,9 @@ struct ContextStack {
 thread_local ContextStack stack; // trivial: no destructor, no allocation
 
 } // namespace
+
+Objects::Objects() = default;
+Objects::~Objects() = default;
 
 bool Objects::has_context(const Context* context) const noexcept {
     for (unsigned i = 0; i < device_count; ++i) {

@@ -2,6 +2,8 @@
 /// What a program has made through the API. Handles are addresses of these.
 #pragma once
 
+#include "driver_emulator/driver/lane.hpp"
+#include "driver_emulator/driver/storage_mapping.hpp"
 #include "driver_emulator/driver/vram.hpp"
 #include "driver_emulator/wire.hpp"
 
@@ -26,10 +28,21 @@ struct Device {
 };
 
 struct Stream {
+    Stream() = default;
+    ~Stream() {
+        if (lane != nullptr) {
+            lane->close();
+        }
+    }
+    Stream(const Stream&) = delete;
+    Stream& operator=(const Stream&) = delete;
+
     Context* context = nullptr;
     unsigned flags = 0;
     int priority = 0;
     std::uint64_t last_sequence = 0;
+    Capture capture = Capture::none;
+    std::shared_ptr<Lane> lane; ///< of its copies of custom storage; null if it never had any
 };
 
 struct Context {
@@ -46,7 +59,12 @@ struct Event {
     std::uint64_t sequence = 0;    ///< last launch before it
     std::uint64_t recorded_ns = 0; ///< when it was recorded
     std::uint64_t done_ns = 0;     ///< when it was reached; 0 = not known yet
+    LanePoint point;               ///< behind copies of custom storage
+    std::shared_ptr<std::atomic<std::uint64_t>> point_ns; ///< when those were done; null: none
 };
+
+/// What a capture without operations gives.
+struct Graph {};
 
 struct Function;
 
@@ -76,16 +94,28 @@ struct HostRange {
     Context* context = nullptr;
 };
 
+struct StorageOperation;
+
 struct Objects {
+    Objects();
+    ~Objects();
+    Objects(const Objects&) = delete;
+    Objects& operator=(const Objects&) = delete;
+
     Device devices[kMaxGpus];
     unsigned device_count = 0;
     std::map<Context*, std::unique_ptr<Context>> contexts; ///< without the primary ones
     std::map<Stream*, std::unique_ptr<Stream>> streams;
     std::map<Event*, std::unique_ptr<Event>> events;
+    std::map<Graph*, std::unique_ptr<Graph>> graphs;
     std::map<Module*, std::unique_ptr<Module>> modules;
     std::map<Function*, Module*> functions;
     std::map<std::uint64_t, HostRange> host_ranges; ///< by address
     std::uint64_t last_module = 0;
+
+    /// Of custom storage operations that this process has begun.
+    std::map<const void*, std::unique_ptr<StorageOperation>> operations; ///< by handle
+    MappingTable mappings;
 
     [[nodiscard]] bool has_context(const Context* context) const noexcept;
     [[nodiscard]] Device* find_device(DevicePtr address) noexcept;

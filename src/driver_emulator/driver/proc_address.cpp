@@ -65,6 +65,7 @@
     X(cuEventRecordWithFlags, 11010, cuEventRecordWithFlags)                                       \
     X(cuEventSynchronize, 2000, cuEventSynchronize)                                                \
     X(cuFuncGetAttribute, 2020, cuFuncGetAttribute)                                                \
+    X(cuGraphDestroy, 10000, cuGraphDestroy)                                                       \
     X(cuGetErrorName, 6000, cuGetErrorName)                                                        \
     X(cuGetErrorString, 6000, cuGetErrorString)                                                    \
     X(cuGetExportTable, 3000, cuGetExportTable)                                                    \
@@ -168,8 +169,10 @@
     X(cuStreamCreateWithPriority, 5050, cuStreamCreateWithPriority)                                \
     X(cuStreamDestroy, 2000, cuStreamDestroy)                                                      \
     X(cuStreamDestroy, 4000, cuStreamDestroy_v2)                                                   \
+    X(cuStreamEndCapture, 10000, cuStreamEndCapture)                                               \
     X(cuStreamGetCtx, 9020, cuStreamGetCtx)                                                        \
     X(cuStreamGetCtx, 12050, cuStreamGetCtx_v2)                                                    \
+    X(cuStreamGetDevice, 12080, cuStreamGetDevice)                                                 \
     X(cuStreamGetFlags, 5050, cuStreamGetFlags)                                                    \
     X(cuStreamGetId, 12000, cuStreamGetId)                                                         \
     X(cuStreamGetPriority, 5050, cuStreamGetPriority)                                              \

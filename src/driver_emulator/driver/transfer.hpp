@@ -16,10 +16,19 @@ struct Driver;
 /// one allocation's.
 Result copy_bytes(Driver& driver, std::uint64_t to, std::uint64_t from, std::size_t size) noexcept;
 
-/// Whether such a copy can be done behind the caller's back: neither address is pageable host
-/// memory. Returns invalid_value as copy_bytes() does.
-Result is_asynchronous(Driver& driver, std::uint64_t to, std::uint64_t from, std::size_t size,
-                       bool& asynchronous) noexcept;
+/// When a copy that is asked for asynchronously is done.
+enum class CopyTurn {
+    at_once, ///< by the caller: an address is pageable host memory
+    ordered, ///< in its turn among all that is done in streams
+    direct,  ///< in its stream's lane: an address is of custom storage
+};
+
+/// Returns invalid_value as copy_bytes() does.
+Result find_turn(Driver& driver, std::uint64_t to, std::uint64_t from, std::size_t size,
+                 CopyTurn& turn) noexcept;
+
+/// The same for fill_bytes(), which is never done at once.
+[[nodiscard]] CopyTurn find_fill_turn(Driver& driver, DevicePtr to) noexcept;
 
 /// Whether fill_bytes() takes these arguments.
 bool is_fillable(Driver& driver, DevicePtr to, std::size_t pattern_size,

@@ -88,6 +88,12 @@ public:
     [[nodiscard]] Segments& segments() noexcept { return segments_; }
     [[nodiscard]] unsigned gpu() const noexcept { return gpu_; }
 
+    /// The worker's file, and where an address of ours lies in it.
+    [[nodiscard]] int memory() const noexcept { return memory_; }
+    [[nodiscard]] std::uint64_t offset_of(DevicePtr address) const noexcept {
+        return address - base_;
+    }
+
 private:
     [[nodiscard]] std::uint64_t find_gap(std::uint64_t size) const noexcept;
     Result add_segment(DaemonLink& link, std::uint64_t size, bool shared, Segment** segment,

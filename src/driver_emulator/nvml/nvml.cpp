@@ -2,8 +2,10 @@
 // libnvidia-ml.so.1: what the emulated GPUs are called and hold, for tools that list GPUs.
 #include "driver_emulator/driver/daemon_link.hpp"
 
+#include <atomic>
 #include <cstdio>
 #include <cstring>
+#include <mutex>
 
 using namespace gpustasis::emulator;
 
@@ -35,8 +37,11 @@ constexpr nvml_result kDriverNotLoaded = 9;
 constexpr unsigned kNoInstance = ~0U;               // not a MIG slice
 constexpr unsigned long long kNotAvailable = ~0ULL; // NVML_VALUE_NOT_AVAILABLE
 
-DaemonInfo machine; // as of nvmlInit; memory in use is asked for anew
-bool initialised = false;
+DaemonInfo machine; // as of the first nvmlInit; memory in use is asked for anew
+// nvmlShutdown ends it for all callers only when each nvmlInit has had one ("NVML API Reference", Initialization
+// and Cleanup).
+std::mutex init_mutex;
+std::atomic<unsigned> initialised = 0;
 
 nvml_result give_text(char* to, unsigned size, const char* text) {
     if (!initialised) {
@@ -59,18 +64,20 @@ bool is_device(nvml_device device) {
 } // namespace
 
 NVML_API(nvmlInit_v2)() {
-    if (!ask_info(machine)) {
+    const std::lock_guard lock(init_mutex);
+    if (initialised == 0 && !ask_info(machine)) {
         return kDriverNotLoaded;
     }
-    initialised = true;
+    ++initialised;
     return kSuccess;
 }
 
 NVML_API(nvmlShutdown)() {
-    if (!initialised) {
+    const std::lock_guard lock(init_mutex);
+    if (initialised == 0) {
         return kUninitialized;
     }
-    initialised = false;
+    --initialised;
     return kSuccess;
 }
 

@@ -39,12 +39,15 @@ DropRecord record_of(pid_t pid) {
 void what_is_written_is_found_until_it_is_removed() {
     const sample::TempDir base;
     DropRecords records(base.path());
-    const DropRecord record = record_of(::getpid());
+    DropRecord record = record_of(::getpid());
     CHECK(!records.find(record.task) && records.list().empty());
     records.remove(record.task);
     records.write(record);
     CHECK(records.find(record.task) == record);
     CHECK(records.list().size() == 1);
+    record.filled = true;
+    records.write(record);
+    CHECK(records.find(record.task) == record);
     struct stat status {};
     CHECK(::stat(records.path().c_str(), &status) == 0 && (status.st_mode & 07777) == 0700);
     TaskIdentity other = record.task;

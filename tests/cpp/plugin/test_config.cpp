@@ -67,6 +67,16 @@ void every_key_is_taken() {
     CHECK(read("layout = \"packed\"").layout == Layout::packed);
 }
 
+void memory_first() {
+    const Config config = read("tier = \"ram\"\narena = \"/run/x\"\narena_limit = 8589934592\n"
+                               "arena_pool = 3\nwhen_full = \"wait\"\nwhen_full_timeout_s = 5\n");
+    CHECK(config.arena.is_used && config.arena.path == "/run/x" && config.arena.pool == 3);
+    CHECK(config.arena.limit == 8589934592 && config.arena.waits && config.arena.wait_s == 5);
+    CHECK(!read("").arena.is_used && !read("tier = \"disk\"").arena.is_used);
+    CHECK(read("").arena.path == "/run/gpustasis/arena" && read("").arena.limit == 0);
+    CHECK(!read("when_full = \"refuse\"").arena.waits);
+}
+
 void an_empty_file_is_the_defaults() {
     const Config config = read("");
     CHECK(config.externalize && config.compress && config.threads == 0);
@@ -87,6 +97,15 @@ void bad_values_are_named() {
                              "cpu_memory = true",
                              "layout = \"Packed\"",
                              "layout = 1",
+                             "tier = \"memory\"",
+                             "tier = true",
+                             "arena = \"run/x\"",
+                             "arena = \"\"",
+                             "arena_limit = -1",
+                             "arena_pool = \"much\"",
+                             "when_full = \"never\"",
+                             "when_full_timeout_s = 0",
+                             "when_full_timeout_s = 86401",
                              "io = \"mmap\"",
                              "io = 1",
                              "huge_pages = \"maybe\"",
@@ -196,6 +215,7 @@ int main() {
     CHECK(::mkstemp(name) >= 0);
     path = name;
     every_key_is_taken();
+    memory_first();
     an_empty_file_is_the_defaults();
     bad_values_are_named();
     a_file_that_was_named_must_be_there();

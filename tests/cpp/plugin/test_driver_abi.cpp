@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /// Our declarations of the driver's checkpoint API against NVIDIA's. Nothing to run.
 #include "core/image_info.hpp"
-#include "cuda_plugin/driver_abi.hpp"
+#include "device_memory/driver_abi.hpp"
 
 #include <cuda.h>
 

@@ -18,6 +18,7 @@
 #include <unistd.h>
 
 #include <chrono>
+#include <csignal>
 #include <cstddef>
 #include <fstream>
 #include <string>
@@ -108,6 +109,10 @@ void both_hold_on_until_the_pages_are_back() {
     rig.write();
     rig.start();
     CHECK(rig.record.guarded && is_guarded(rig.record));
+    for (const auto& guardian : rig.record.guardians) // as who stops criu's service does
+        for (const int signal : {SIGTERM, SIGHUP, SIGINT})
+            CHECK(::kill(guardian, signal) == 0);
+    ::poll(nullptr, 0, 100);
     CHECK(guardians_left() == TaskRecord::kGuardians);
     rig.record.refilled = true;
     wait_for_guardians(0);

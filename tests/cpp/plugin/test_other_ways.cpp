@@ -88,6 +88,15 @@ void pages_that_are_not_there_are_missed() {
     require(pagemap({4, 6, 4}));                                  // present, and what could be lazy
     CHECK_THROWS(Errc::unsupported, require(pagemap({4, 2, 4}))); // lazy, and not there
     CHECK_THROWS(Errc::unsupported, require(pagemap({4, 1})));    // in a parent
+    const auto require_chain = [&](const sample::Buffer& image) {
+        sample::write_file(images.fd(), "pagemap-7.img", image);
+        require_all_pages(images.fd(), {"pagemap-7.img"}, InParent::there);
+    };
+    CHECK_THROWS(Errc::unsupported, require_chain(pagemap({4, 1}))); // without criu's link to one
+    CHECK(::symlinkat("../1", images.fd(), "parent") == 0);
+    require_chain(pagemap({4, 1}));
+    CHECK_THROWS(Errc::unsupported, require_chain(pagemap({4, 2, 1})));
+    CHECK_THROWS(Errc::unsupported, require(pagemap({4, 1})));
     for (std::size_t size = 1; size < pagemap({4, 6}).size(); ++size) {
         sample::Buffer cut = pagemap({4, 6});
         cut.resize(size);

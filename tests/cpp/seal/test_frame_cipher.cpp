@@ -113,6 +113,28 @@ void no_number_is_used_twice() {
     CHECK(seen.size() >= 1002 && (seen.size() - 2) % 1000 == 0);
 }
 
+// What is left to another process is sealed there alone, and nothing else is.
+void a_file_is_left_to_one_process() {
+    seal::FreshKey key;
+    key.leave(2);
+    CHECK_THROWS(Errc::bad_argument, key.sealer(2, kHeader));
+    CHECK_THROWS(Errc::bad_argument, key.leave(2));
+    static_cast<void>(key.sealer(3, kHeader));
+    CHECK_THROWS(Errc::bad_argument, key.leave(3));
+
+    const seal::Secret handed = key.key().record();
+    const seal::DataKey taken = seal::DataKey::from_record(handed.bytes());
+    seal::FreshKey theirs = seal::FreshKey::of_left_file(taken, 2);
+    CHECK_THROWS(Errc::bad_argument, theirs.sealer(1, kHeader));
+    CHECK_THROWS(Errc::bad_argument, theirs.leave(4));
+    seal::FrameSealer sealer = theirs.sealer(2, kHeader);
+    CHECK_THROWS(Errc::bad_argument, theirs.sealer(2, kHeader));
+    const Buffer plain = noise(100, 1);
+    Buffer opened(plain.size());
+    seal::FrameOpener(key.key(), 2, kHeader).open(0, kPlace, sealed_by(sealer, plain), opened);
+    CHECK(opened == plain);
+}
+
 void sizes_that_do_not_fit_are_refused() {
     seal::FreshKey key;
     seal::FrameSealer sealer = key.sealer(1, kHeader);
@@ -131,5 +153,6 @@ int main() {
     frames_come_back();
     nothing_else_opens_and_nothing_is_left();
     no_number_is_used_twice();
+    a_file_is_left_to_one_process();
     sizes_that_do_not_fit_are_refused();
 }

@@ -47,12 +47,18 @@ SAME(CUDA_ERROR_NOT_SUPPORTED, ours::Result::not_supported);
 SAME(CUDA_ERROR_SYSTEM_NOT_READY, ours::Result::system_not_ready);
 SAME(CUDA_ERROR_SYSTEM_DRIVER_MISMATCH, ours::Result::system_driver_mismatch);
 SAME(CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, ours::Result::stream_capture_unsupported);
+SAME(CUDA_ERROR_STREAM_CAPTURE_INVALIDATED, ours::Result::stream_capture_invalidated);
 SAME(CUDA_ERROR_UNKNOWN, ours::Result::unknown);
 
 SAME(CU_PROCESS_STATE_RUNNING, ours::ProcessState::running);
 SAME(CU_PROCESS_STATE_LOCKED, ours::ProcessState::locked);
 SAME(CU_PROCESS_STATE_CHECKPOINTED, ours::ProcessState::checkpointed);
 SAME(CU_PROCESS_STATE_FAILED, ours::ProcessState::failed);
+SAME(CU_PROCESS_STATE_CHECKPOINTING, ours::ProcessState::checkpointing);
+SAME(CU_PROCESS_STATE_RESTORING, ours::ProcessState::restoring);
+SAME(CU_STREAM_CAPTURE_STATUS_NONE, ours::Capture::none);
+SAME(CU_STREAM_CAPTURE_STATUS_ACTIVE, ours::Capture::active);
+SAME(CU_STREAM_CAPTURE_STATUS_INVALIDATED, ours::Capture::invalidated);
 
 SAME_LAYOUT(CUdeviceptr, ours::DevicePtr);
 SAME_LAYOUT(CUuuid, ours::Uuid);
@@ -63,13 +69,24 @@ SAME_FIELD(CUcheckpointLockArgs, reserved1, ours::LockArgs, reserved1);
 SAME_LAYOUT(CUcheckpointCheckpointArgs, ours::CheckpointArgs);
 SAME_LAYOUT(CUcheckpointRestoreArgs, ours::RestoreArgs);
 SAME_LAYOUT(CUcheckpointUnlockArgs, ours::UnlockArgs);
-#if CUDA_VERSION >= 13000
+SAME_FIELD(CUcheckpointCheckpointArgs, customStorageInfo_out, ours::CheckpointArgs, storage);
+SAME_FIELD(CUcheckpointCheckpointArgs, reserved, ours::CheckpointArgs, reserved);
+SAME_FIELD(CUcheckpointRestoreArgs, padding0, ours::RestoreArgs, padding0);
+SAME_FIELD(CUcheckpointRestoreArgs, customStorageInfo_out, ours::RestoreArgs, storage);
+SAME_FIELD(CUcheckpointRestoreArgs, reserved, ours::RestoreArgs, reserved);
+SAME_LAYOUT(CUcheckpointCustomStorageInfo, ours::StorageInfo);
+SAME_FIELD(CUcheckpointCustomStorageInfo, handle, ours::StorageInfo, handle);
+SAME_FIELD(CUcheckpointCustomStorageInfo, perDeviceData, ours::StorageInfo, devices);
+SAME_FIELD(CUcheckpointCustomStorageInfo, deviceCount, ours::StorageInfo, device_count);
+SAME_LAYOUT(CUcheckpointCustomStoragePerDeviceData, ours::StorageDevice);
+SAME_FIELD(CUcheckpointCustomStoragePerDeviceData, devPtr, ours::StorageDevice, pointer);
+SAME_FIELD(CUcheckpointCustomStoragePerDeviceData, size, ours::StorageDevice, size);
+SAME_FIELD(CUcheckpointCustomStoragePerDeviceData, stream, ours::StorageDevice, stream);
 SAME_LAYOUT(CUcheckpointGpuPair, ours::GpuPair);
 SAME_FIELD(CUcheckpointGpuPair, oldUuid, ours::GpuPair, old_uuid);
 SAME_FIELD(CUcheckpointGpuPair, newUuid, ours::GpuPair, new_uuid);
 SAME_FIELD(CUcheckpointRestoreArgs, gpuPairs, ours::RestoreArgs, gpu_pairs);
 SAME_FIELD(CUcheckpointRestoreArgs, gpuPairsCount, ours::RestoreArgs, gpu_pair_count);
-#endif
 
 SAME_LAYOUT(CUDA_MEMCPY2D, ours::Memcpy2d);
 SAME_FIELD(CUDA_MEMCPY2D, srcDevice, ours::Memcpy2d, src_device);

@@ -37,6 +37,9 @@ int main(void) {
     unsigned long long memory[3];
     size_t total = 0;
     OK(((int (*)(void))dlsym(nvml, "nvmlInit_v2"))());
+    /* Each nvmlInit has its own nvmlShutdown: another part of the process may use NVML meanwhile. */
+    OK(((int (*)(void))dlsym(nvml, "nvmlInit_v2"))());
+    OK(((int (*)(void))dlsym(nvml, "nvmlShutdown"))());
     OK(((int (*)(char*, unsigned))dlsym(nvml, "nvmlSystemGetDriverVersion"))(text, sizeof text));
     printf("nvml %s\n", text);
     OK(((int (*)(unsigned*))dlsym(nvml, "nvmlDeviceGetCount_v2"))(&count));
@@ -63,5 +66,6 @@ int main(void) {
     TRUE(memory[0] == total && memory[1] == total && memory[2] == 0);
     EXPECT(7, ((int (*)(char*, unsigned))dlsym(nvml, "nvmlSystemGetDriverVersion"))(text, 3));
     OK(((int (*)(void))dlsym(nvml, "nvmlShutdown"))());
+    EXPECT(1, ((int (*)(void))dlsym(nvml, "nvmlShutdown"))());
     return 0;
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "cuda_plugin/driver_error.hpp"
+#include "device_memory/driver_error.hpp"
 
 namespace gpustasis::driver {
 namespace {
@@ -16,7 +16,8 @@ constexpr Known kKnown[] = {
     {3, "CUDA_ERROR_NOT_INITIALIZED", "the process has no CUDA state"},
     {4, "CUDA_ERROR_DEINITIALIZED", "the driver is shutting down"},
     {100, "CUDA_ERROR_NO_DEVICE", "no GPU is visible"},
-    {201, "CUDA_ERROR_INVALID_CONTEXT", ""},
+    {201, "CUDA_ERROR_INVALID_CONTEXT",
+     "a GPU of the process has no primary context in the process that calls"},
     {304, "CUDA_ERROR_OPERATING_SYSTEM",
      "no such process, no permission on it, or an earlier restore failed"},
     {401, "CUDA_ERROR_ILLEGAL_STATE", "the process is not in the state this call needs"},
@@ -27,6 +28,7 @@ constexpr Known kKnown[] = {
      "the process uses something that cannot be checkpointed (UVM, MIG, MPS, IPC), or the "
      "platform cannot"},
     {803, "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH", "libcuda and the kernel module differ in version"},
+    {900, "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED", "a stream of the operation is capturing"},
     {999, "CUDA_ERROR_UNKNOWN", ""},
 };
 
@@ -49,6 +51,15 @@ std::string result_name(Result result) {
 std::string result_hint(Result result) {
     const Known* known = find(result);
     return known == nullptr ? "" : known->hint;
+}
+
+void require(Result result, const char* call, const std::string& of) {
+    if (result == kSuccess)
+        return;
+    std::string text = call + of + ": " + result_name(result);
+    if (const std::string hint = result_hint(result); !hint.empty())
+        text += ": " + hint;
+    throw DriverError(result, text);
 }
 
 } // namespace gpustasis::driver

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arenas: a tmpfs made for one, what lies in it, and a checkpoint that is given up.
+
+Source: tmpfs(5); Linux Documentation/filesystems/tmpfs.rst, huge= and noswap (6.4).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpustasis import _core, process
+from gpustasis._core import ARENA_MARKER, ARENA_OWNER, MANIFEST_NAME
+from gpustasis.criu.images import INVENTORY_NAME
+from gpustasis.draining.recycle import (
+    POOL,
+    RESERVED,
+    Kept,
+    Unread,
+    give_up,
+    is_name,
+    look_into,
+    recycle,
+    size_of,
+)
+from gpustasis.errors import CheckpointError, ImageError, UnsupportedError
+from gpustasis.image.arena import find_marker, own_marker
+from gpustasis.image.directory import PATIENCE_S, is_there, try_exclude
+
+ARENA = Path("/run/gpustasis/arena")  # src/cuda_plugin/config.hpp
+_HUGE = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+_TIMEOUT_S = 30.0
+_POLL_S = 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contents:
+    """kept: checkpoints, oldest first. unread: directories of which it cannot be told whose they
+    are. pool_bytes: of files that the next dumps write into."""
+
+    arena: Path
+    kept: tuple[Kept, ...]
+    unread: tuple[Unread, ...]
+    pool_bytes: int
+
+
+def contents_of(arena: Path) -> Contents:
+    """Raises ImageError if it is no arena, or cannot be read."""
+    try:
+        _core.require_arena(arena)
+        found = look_into(arena)
+    except (OSError, ValueError) as exc:
+        raise ImageError(str(exc)) from exc
+    kept = sorted(found.kept, key=lambda one: (one.owner.time, one.directory.name))
+    return Contents(
+        arena=arena,
+        kept=tuple(kept),
+        unread=tuple(found.unread),
+        pool_bytes=size_of(arena / POOL),
+    )
+
+
+def create(arena: Path, size: int) -> str:
+    """Mount a tmpfs of `size` bytes at `arena`, with huge pages where this kernel has them, and
+    without swap; its options. Raises CheckpointError if something is there already,
+    UnsupportedError if the kernel refuses."""
+    if os.path.ismount(arena):
+        raise CheckpointError(f"{arena} is a mount point already")
+    try:
+        arena.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if any(arena.iterdir()):
+            raise CheckpointError(
+                f"{arena} is not empty: a tmpfs would hide what is in it; drain, or discard, its "
+                f"checkpoints, and run `gpustasis arena clean --pool --arena {arena}`"
+            )
+    except OSError as exc:
+        raise CheckpointError(f"cannot make {arena}: {exc.strerror}") from exc
+    base = f"size={size},mode=0700,nosuid,nodev,noexec"
+    # What an older kernel does not know is left out, and the answer says what was taken.
+    choices = [f"{base},huge=within_size", base] if _HUGE.exists() else [base]
+    refused = ""
+    for options in [f"{one},noswap" for one in choices] + choices:
+        done = process.run(
+            ["mount", "-t", "tmpfs", "-o", options, "gpustasis-arena", str(arena)],
+            timeout_s=_TIMEOUT_S,
+        )
+        if done.status == 0:
+            return options
+        refused = done.output.strip()
+    raise UnsupportedError(f"cannot mount a tmpfs at {arena}: {refused}")
+
+
+def dump_is_at_work(directory: Path, arena: Path) -> bool:
+    """Whether the dump into `directory`, whose images go to the directory `arena` of an arena, has
+    not ended. criu holds the marker's lock meanwhile, as a drain does later; but room is reserved
+    from before the manifest is there until the dump has succeeded."""
+    is_written = is_there(arena / MANIFEST_NAME) and is_there(directory / INVENTORY_NAME)
+    if is_written and not is_there(arena / RESERVED):
+        return False
+    try:
+        fd = os.open(directory / ARENA_MARKER, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return True  # it has failed just now: the next look tells
+    except OSError as exc:
+        raise ImageError(f"cannot open {directory / ARENA_MARKER}: {exc.strerror}") from exc
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
+def empty_pool(arena: Path) -> int:
+    """Remove the files that the next dumps would write into, and their directory; bytes of memory
+    that they had. Raises CheckpointError if a dump is under way, which counts on them, or if one
+    may be, or if they cannot be removed."""
+    end = time.monotonic() + PATIENCE_S
+    while (turn := try_exclude(arena)) is None:  # a dump has it while it looks for room
+        if time.monotonic() >= end:
+            raise CheckpointError(f"{arena} has been locked for {PATIENCE_S:g} s by a dump")
+        time.sleep(_POLL_S)
+    with turn:
+        found = look_into(arena)
+        for unread in found.unread:  # a later version may say in another way that it is at work
+            raise CheckpointError(
+                f"a dump into {unread.directory} may be under way, and need what is in "
+                f"{arena / POOL}: that cannot be told: {unread.problem}"
+            )
+        for one in found.kept:
+            if is_there(one.directory / RESERVED) and is_held(one.directory):
+                raise CheckpointError(
+                    f"a dump into {one.images} is under way, and may need what is in "
+                    f"{arena / POOL}: clean it when that has ended"
+                )
+        freed = 0
+        try:
+            with suppress(FileNotFoundError), os.scandir(arena / POOL) as items:
+                for item in items:
+                    size = item.stat(follow_symlinks=False).st_blocks * 512
+                    os.unlink(item.path)
+                    freed += size
+            with suppress(FileNotFoundError):
+                (arena / POOL).rmdir()
+        except OSError as exc:
+            raise CheckpointError(f"cannot empty {arena / POOL}: {exc.strerror}") from exc
+    return freed
+
+
+def is_held(directory: Path) -> bool:
+    """Whether a process uses it: a lock on it says so."""
+    lock = try_exclude(directory)
+    if lock is not None:
+        lock.close()
+    return lock is None
+
+
+def discard(checkpoint: Path, arena: Path = ARENA) -> Path:
+    """Give up a checkpoint, which is only in memory: its directory in the arena, which the next
+    dump may use.
+
+    checkpoint: its image directory; if that is gone, its directory in an arena, or the name of that
+    in `arena`, which is the checkpoint's id in hex. Raises ImageError if it is durable or there is
+    none; CheckpointError if a drain or its dump is at work, and of a directory in an arena if
+    another checkpoint, or a process, needs what is in it.
+    """
+    kept = _in_arena(checkpoint, arena)
+    if kept is not None:
+        give_up(kept)
+        recycle(kept.parent)  # what it was built on
+        return kept
+    marker = find_marker(checkpoint)
+    if marker is None or is_there(checkpoint / MANIFEST_NAME):
+        raise ImageError(f"{checkpoint} holds no checkpoint that is only in memory")
+    path = checkpoint / ARENA_MARKER
+    try:
+        with own_marker(checkpoint, marker.checkpoint_id) as own:
+            if own is None:
+                raise CheckpointError(f"{path} was replaced a moment ago: a dump is at work")
+            if is_there(checkpoint / MANIFEST_NAME):
+                raise ImageError(f"{checkpoint} was drained a moment ago: it is durable")
+            own.unlink()
+    except BlockingIOError as exc:
+        raise CheckpointError(f"{path} is locked: a drain or a dump is at work") from exc
+    except OSError as exc:
+        raise CheckpointError(f"cannot remove {path}: {exc.strerror}") from exc
+    kept = Path(marker.directory)
+    recycle(kept.parent)
+    return kept
+
+
+def _in_arena(checkpoint: Path, arena: Path) -> Path | None:
+    """The directory in an arena that is meant; None: `checkpoint` is an image directory."""
+    if is_there(checkpoint / ARENA_OWNER) and not is_there(checkpoint / ARENA_MARKER):
+        return checkpoint.absolute()
+    if is_name(str(checkpoint)) and not is_there(checkpoint):
+        return arena / checkpoint
+    return None

@@ -1,0 +1,222 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "device_memory/custom_storage.hpp"
+
+#include "core/error.hpp"
+#include "device_memory/driver_error.hpp"
+
+#include <dlfcn.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstring>
+#include <utility>
+
+namespace gpustasis {
+namespace {
+
+constexpr unsigned kNonBlocking = 1;   // CU_STREAM_NON_BLOCKING
+constexpr unsigned kPortable = 1;      // CU_MEMHOSTALLOC_PORTABLE
+constexpr std::size_t kUsualGpus = 64; // of one process, at most
+
+std::string of_pid(int pid) {
+    return " for pid " + std::to_string(pid);
+}
+
+std::string uuid_text(const Id& uuid) {
+    std::string text = "GPU-";
+    for (const std::byte byte : uuid) {
+        char digits[3];
+        std::snprintf(digits, sizeof digits, "%02x", static_cast<unsigned>(byte));
+        text += digits;
+    }
+    return text;
+}
+
+} // namespace
+
+CustomStorage::CustomStorage(void* library, const std::string& name) {
+    const auto resolve = [&](const char* symbol, auto& out) {
+        out = reinterpret_cast<std::remove_reference_t<decltype(out)>>(::dlsym(library, symbol));
+        if (out == nullptr)
+            throw Error(Errc::unsupported, name + " has no " + symbol +
+                                               "; a driver with CUDA 13.4 or later is needed");
+    };
+#define GPUSTASIS_RESOLVE(member, symbol, params) resolve(#symbol, api_.member);
+    GPUSTASIS_STORAGE_SYMBOLS(GPUSTASIS_RESOLVE)
+#undef GPUSTASIS_RESOLVE
+}
+
+void CustomStorage::prepare(const std::vector<Id>& gpus) {
+    const std::lock_guard lock(mutex_);
+    int count = 0;
+    driver::require(api_.device_get_count(&count), "cuDeviceGetCount");
+    for (const Id& wanted : gpus) {
+        if (std::ranges::find(gpus_, wanted, &Gpu::uuid) != gpus_.end())
+            continue;
+        Gpu gpu;
+        for (int ordinal = 0; ordinal < count && gpu.context == nullptr; ++ordinal) {
+            int device = 0;
+            driver::require(api_.device_get(&device, ordinal), "cuDeviceGet");
+            driver::require(
+                api_.device_get_uuid(reinterpret_cast<std::uint8_t*>(gpu.uuid.data()), device),
+                "cuDeviceGetUuid");
+            if (gpu.uuid != wanted)
+                continue;
+            driver::require(api_.context_retain(&gpu.context, device), "cuDevicePrimaryCtxRetain",
+                            " on " + uuid_text(wanted));
+            try {
+                gpu.lanes.push_back(make_lane(gpu.context));
+            } catch (const Error&) {
+                api_.context_release(device);
+                throw;
+            }
+        }
+        if (gpu.context == nullptr)
+            throw Error(Errc::unsupported, uuid_text(wanted) + " is not among the " +
+                                               std::to_string(count) +
+                                               " GPUs that CUDA lists in this process");
+        gpus_.push_back(std::move(gpu));
+    }
+}
+
+std::unique_ptr<CopyLane> CustomStorage::make_lane(driver::Context context) const {
+    driver::require(api_.context_set(context), "cuCtxSetCurrent");
+    auto lane = std::make_unique<CopyLane>();
+    void* memory = nullptr;
+    driver::require(api_.host_alloc(&memory, CopyLane::kSize, kPortable), "cuMemHostAlloc");
+    lane->memory = static_cast<std::byte*>(memory);
+    for (driver::Stream& stream : lane->streams)
+        driver::require(api_.stream_create(&stream, kNonBlocking), "cuStreamCreate");
+    return lane;
+}
+
+// Also the contexts: once the driver has answered, nobody is waited for who prepares another GPU.
+CustomStorage::Contexts CustomStorage::make_ready(int pid, Operation& into) {
+    into.storage_ = this;
+    into.pid_ = pid;
+    into.devices_.reserve(kUsualGpus);
+    Contexts contexts;
+    const std::lock_guard lock(mutex_);
+    for (const Gpu& gpu : gpus_)
+        contexts.emplace_back(gpu.uuid, gpu.context);
+    return contexts;
+}
+
+// No step may fail: the process would lack its memory, and nobody could complete the operation.
+void CustomStorage::take(const driver::StorageInfo* info, const Contexts& contexts,
+                         Operation& into) {
+    into.handle_ = info->handle;
+    if (!contexts.empty()) // a thread without a current context may be told nothing of a stream
+        api_.context_set(contexts.front().second);
+    for (std::uint32_t i = 0; i < info->device_count; ++i) {
+        const driver::StoragePerDevice& given = info->per_device[i];
+        DeviceMemory& memory = into.devices_.emplace_back();
+        memory.address = given.address;
+        memory.size = given.size;
+        // Whatever fails here, the memory is in this process's hands: it has to be copied, from whichever GPU it is.
+        if (api_.stream_context(given.stream, &memory.context) != driver::kSuccess)
+            memory.context = nullptr;
+        const auto gpu = std::ranges::find(contexts, memory.context, &Contexts::value_type::second);
+        if (gpu != contexts.end())
+            memory.uuid = gpu->first;
+        else if (!contexts.empty())
+            memory.context = contexts.front().second;
+    }
+}
+
+void CustomStorage::checkpoint(int pid, Operation& into, std::atomic<bool>& held) {
+    const Contexts contexts = make_ready(pid, into);
+    const std::string whose = of_pid(pid);
+    driver::StorageInfo* info = nullptr;
+    driver::CheckpointArgs args;
+    args.storage = &info;
+    driver::require(api_.checkpoint(pid, &args), "cuCheckpointProcessCheckpoint", whose);
+    if (info == nullptr)
+        throw Error(Errc::unsupported, "cuCheckpointProcessCheckpoint" + whose +
+                                           ": the driver has handed over no memory");
+    held = true; // before anything else: a call that hangs had a deadline until here
+    take(info, contexts, into);
+}
+
+void CustomStorage::restore(int pid, std::vector<driver::GpuPair> pairs, Operation& into) {
+    const Contexts contexts = make_ready(pid, into);
+    const std::string whose = of_pid(pid);
+    driver::StorageInfo* info = nullptr;
+    driver::RestoreArgs args;
+    args.gpu_pairs = pairs.empty() ? nullptr : pairs.data();
+    args.gpu_pairs_count = static_cast<std::uint32_t>(pairs.size());
+    args.storage = &info;
+    driver::require(api_.restore(pid, &args), "cuCheckpointProcessRestore", whose);
+    if (info == nullptr)
+        throw Error(Errc::unsupported, "cuCheckpointProcessRestore" + whose +
+                                           ": the driver has handed over no memory");
+    take(info, contexts, into);
+}
+
+void CustomStorage::Operation::complete() {
+    void* const handle = std::exchange(handle_, nullptr);
+    devices_.clear();
+    driver::require(storage_->api_.complete(handle), "cuCheckpointOperationComplete", of_pid(pid_));
+}
+
+CustomStorage::Lane::Lane(CustomStorage& storage, const DeviceMemory& memory)
+    : storage_(storage), device_(memory) {
+    {
+        const std::lock_guard lock(storage_.mutex_);
+        const auto gpu = std::ranges::find(storage_.gpus_, device_.context, &Gpu::context);
+        if (gpu != storage_.gpus_.end() && !gpu->lanes.empty()) {
+            lane_ = std::move(gpu->lanes.back());
+            gpu->lanes.pop_back();
+        }
+    }
+    if (!lane_)
+        lane_ = storage_.make_lane(device_.context);
+}
+
+CustomStorage::Lane::~Lane() {
+    for (driver::Stream stream :
+         lane_->streams) // nothing may still be on its way into memory that others get
+        storage_.api_.stream_synchronize(stream);
+    const std::lock_guard lock(storage_.mutex_);
+    const auto gpu = std::ranges::find(storage_.gpus_, device_.context, &Gpu::context);
+    try {
+        if (gpu != storage_.gpus_.end())
+            gpu->lanes.push_back(std::move(lane_));
+    } catch (...) { // NOLINT(bugprone-empty-catch): then the process has lost a lane, and no more
+    }
+}
+
+void CustomStorage::Lane::use_context() const {
+    driver::require(storage_.api_.context_set(device_.context), "cuCtxSetCurrent");
+}
+
+void CustomStorage::Lane::to_host(std::size_t stream, void* host, std::uint64_t offset,
+                                  std::size_t size) {
+    use_context();
+    driver::require(
+        storage_.api_.to_host(host, device_.address + offset, size, lane_->streams[stream]),
+        "cuMemcpyDtoHAsync");
+}
+
+void CustomStorage::Lane::to_device(std::size_t stream, const void* host, std::uint64_t offset,
+                                    std::size_t size) {
+    use_context();
+    driver::require(
+        storage_.api_.to_device(device_.address + offset, host, size, lane_->streams[stream]),
+        "cuMemcpyHtoDAsync");
+}
+
+void CustomStorage::Lane::set_zero(std::size_t stream, std::uint64_t offset, std::size_t size) {
+    use_context();
+    driver::require(
+        storage_.api_.set_bytes(device_.address + offset, 0, size, lane_->streams[stream]),
+        "cuMemsetD8Async");
+}
+
+void CustomStorage::Lane::wait(std::size_t stream) {
+    use_context();
+    driver::require(storage_.api_.stream_synchronize(lane_->streams[stream]),
+                    "cuStreamSynchronize");
+}
+
+} // namespace gpustasis

@@ -1,0 +1,353 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "device_memory/device_copy.hpp"
+
+#include "core/error.hpp"
+#include "device_memory/driver_error.hpp"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cstring>
+#include <deque>
+
+namespace gpustasis {
+namespace {
+
+constexpr std::uint64_t kBlock = 4U << 20; // copied at once from a GPU; no chunk is larger
+constexpr std::size_t kBlocks = CopyLane::kSize / kBlock;
+constexpr std::uint64_t kPiece = 256U << 10; // copied at once to a GPU, at most
+constexpr std::size_t kPieces = CopyLane::kSize / kPiece;
+
+/// The device that has all `size` bytes from `address`, as its region counts them.
+template <class Devices>
+auto& find(const Devices& devices, std::uint64_t address, std::size_t size) {
+    const std::size_t number = device_number(address);
+    if (number >= devices.size() || devices[number] == nullptr ||
+        device_offset(address) > whole_pages(devices[number]->size) ||
+        size > whole_pages(devices[number]->size) - device_offset(address))
+        throw Error(Errc::bad_argument,
+                    "no GPU has " + std::to_string(size) + " bytes at " + std::to_string(address));
+    return *devices[number];
+}
+
+template <class Device>
+std::vector<std::unique_ptr<Device>>
+make(CustomStorage& storage, const std::vector<NumberedDevice>& devices, MovedAt& moved_at) {
+    std::vector<std::unique_ptr<Device>> made;
+    for (const NumberedDevice& device : devices) {
+        if (made.size() <= device.number)
+            made.resize(device.number + 1);
+        made[device.number] = std::make_unique<Device>(storage, device.memory, moved_at);
+    }
+    return made;
+}
+
+} // namespace
+
+void touch(MovedAt& moved_at) noexcept {
+    moved_at.store(std::chrono::steady_clock::now().time_since_epoch().count(),
+                   std::memory_order_relaxed);
+}
+
+DeviceSizes sizes_of(const std::vector<NumberedDevice>& devices) {
+    DeviceSizes sizes;
+    for (const NumberedDevice& device : devices)
+        if (device.memory.size != 0)
+            sizes.emplace_back(device.number, device.memory.size);
+    return sizes;
+}
+
+std::vector<Region> regions_of(const DeviceSizes& sizes) {
+    std::vector<Region> regions;
+    for (const auto& [number, size] : sizes)
+        for (std::uint64_t offset = 0; offset < whole_pages(size); offset += kStripe)
+            regions.push_back({device_address(number, offset),
+                               std::min(kStripe, whole_pages(size) - offset),
+                               PROT_READ | PROT_WRITE, RegionKind::device});
+    std::ranges::sort(regions, {}, &Region::address);
+    return regions;
+}
+
+std::vector<std::size_t> numbers_of(const ImageInfo& info) {
+    std::vector<std::size_t> numbers;
+    for (const Region& region : info.regions)
+        if (device_offset(region.address) == 0)
+            numbers.push_back(device_number(region.address));
+    return numbers;
+}
+
+std::vector<NumberedDevice> number_devices(const std::vector<GpuInfo>& gpus,
+                                           const CustomStorage::Operation& operation,
+                                           const std::vector<driver::GpuPair>& pairs) {
+    std::vector<NumberedDevice> devices;
+    for (const DeviceMemory& memory : operation.devices()) {
+        Id from = memory.uuid;
+        for (const driver::GpuPair& pair : pairs)
+            if (std::memcmp(pair.new_uuid, memory.uuid.data(), sizeof pair.new_uuid) == 0)
+                std::memcpy(from.data(), pair.old_uuid, sizeof pair.old_uuid);
+        const auto gpu = std::ranges::find(gpus, from, &GpuInfo::uuid);
+        if (gpu == gpus.end())
+            throw Error(Errc::unsupported, "the driver has handed over memory of a GPU that is not "
+                                           "listed in this checkpoint");
+        devices.push_back({static_cast<std::size_t>(gpu - gpus.begin()), memory});
+    }
+    std::ranges::sort(devices, {}, &NumberedDevice::number);
+    return devices;
+}
+
+std::vector<NumberedDevice> number_devices(const CustomStorage::Operation& operation) {
+    std::vector<NumberedDevice> devices;
+    for (const DeviceMemory& memory : operation.devices())
+        devices.push_back({devices.size(), memory});
+    return devices;
+}
+
+void begin_restore(CustomStorage& storage, int pid, const ImageInfo& info,
+                   const std::vector<driver::GpuPair>& pairs, CustomStorage::Operation& into) {
+    const auto now_at = [&](std::size_t number) {
+        Id uuid = info.gpus[number].uuid;
+        for (const driver::GpuPair& pair : pairs)
+            if (std::memcmp(pair.old_uuid, info.gpus[number].uuid.data(), sizeof pair.old_uuid) ==
+                0)
+                std::memcpy(uuid.data(), pair.new_uuid, sizeof pair.new_uuid);
+        return uuid;
+    };
+    for (const std::size_t number : numbers_of(info))
+        storage.prepare({now_at(number)});
+    try {
+        return storage.restore(pid, pairs, into);
+    } catch (const DriverError& e) {
+        if (e.result() != driver::kInvalidContext)
+            throw;
+    }
+    for (std::size_t number = 0; number < info.gpus.size(); ++number) {
+        try {
+            storage.prepare({now_at(number)});
+        } catch (const DriverError&) {
+            throw;
+        } catch (const Error&) { // NOLINT(bugprone-empty-catch): not a GPU of this machine
+        }
+    }
+    storage.restore(pid, pairs, into);
+}
+
+void fill_devices(CustomStorage& storage, const std::vector<NumberedDevice>& devices,
+                  const ImageReader& image, unsigned threads, MovedAt& moved_at,
+                  const ImageReader::Progress& progress) {
+    if (regions_of(sizes_of(devices)) != image.info().regions)
+        throw Error(Errc::corrupt_data, "the driver wants other memory than the image holds");
+    DeviceSink sink(storage, devices, moved_at);
+    image.restore(sink, threads, true, progress);
+    sink.finish();
+}
+
+// Block b goes to slot b modulo kBlocks, once all of the block before it there was read.
+struct DeviceSource::Device {
+    Device(CustomStorage& storage, const DeviceMemory& memory, MovedAt& moved)
+        : size(memory.size), lane(storage, memory), moved_at(moved),
+          block_count((memory.size + kBlock - 1) / kBlock) {
+        for (std::size_t i = 0; i < kBlocks; ++i)
+            slots[i].block = i;
+        try {
+            for (std::size_t stream = 0; stream < CopyLane::kStreams; ++stream)
+                threads.emplace_back([this, stream] { copy(stream); });
+        } catch (...) {
+            end();
+            throw;
+        }
+    }
+    Device(const Device&) = delete;
+    Device& operator=(const Device&) = delete;
+    ~Device() { end(); }
+
+    void end() noexcept {
+        {
+            const std::lock_guard lock(mutex);
+            ends = true;
+        }
+        changed.notify_all();
+        for (std::thread& thread : threads)
+            thread.join();
+    }
+
+    struct Slot {
+        std::uint64_t block = 0; ///< whose turn it is
+        std::uint64_t left = 0;  ///< bytes of it that are there and not read; 0: not there yet
+    };
+
+    std::uint64_t size_of(std::uint64_t block) const noexcept {
+        return std::min(kBlock, size - block * kBlock);
+    }
+    std::byte* memory_of(std::uint64_t block) const noexcept {
+        return lane.memory() + block % kBlocks * kBlock;
+    }
+
+    void copy(std::size_t stream) noexcept {
+        try {
+            std::unique_lock lock(mutex);
+            while (!ends && next < block_count) {
+                const std::uint64_t block = next++;
+                Slot& slot = slots[block % kBlocks];
+                changed.wait(lock, [&] { return ends || slot.block == block; });
+                if (ends)
+                    return;
+                lock.unlock();
+                lane.to_host(stream, memory_of(block), block * kBlock, size_of(block));
+                lane.wait(stream);
+                touch(moved_at);
+                lock.lock();
+                slot.left = size_of(block);
+                changed.notify_all();
+            }
+        } catch (...) {
+            const std::lock_guard lock(mutex);
+            if (!failure)
+                failure = std::current_exception();
+            changed.notify_all();
+        }
+    }
+
+    void read(std::uint64_t offset, MutBytes out) {
+        if (offset + out.size() > size) { // what the region has more than the GPU
+            const std::size_t real = offset < size ? size - offset : 0;
+            std::ranges::fill(out.subspan(real), std::byte{0});
+            out = out.first(real);
+        }
+        while (!out.empty()) {
+            const std::uint64_t block = offset / kBlock;
+            const std::uint64_t within = offset % kBlock;
+            const std::size_t count = std::min<std::uint64_t>(out.size(), size_of(block) - within);
+            Slot& slot = slots[block % kBlocks];
+            {
+                std::unique_lock lock(mutex);
+                changed.wait(lock, [&] {
+                    return failure || (slot.block == block && slot.left != 0) || slot.block > block;
+                });
+                if (failure)
+                    std::rethrow_exception(failure);
+                if (slot.block > block)
+                    throw Error(Errc::bad_argument, "memory of a GPU was read twice");
+            }
+            std::memcpy(out.data(), memory_of(block) + within, count);
+            {
+                const std::lock_guard lock(mutex);
+                slot.left -= count;
+                if (slot.left == 0)
+                    slot.block += kBlocks;
+            }
+            changed.notify_all();
+            out = out.subspan(count);
+            offset += count;
+        }
+    }
+
+    const std::uint64_t size;
+    CustomStorage::Lane lane;
+    MovedAt& moved_at;
+    const std::uint64_t block_count;
+    std::mutex mutex;
+    std::condition_variable changed;
+    Slot slots[kBlocks];
+    std::uint64_t next = 0;
+    bool ends = false;
+    std::exception_ptr failure;
+    std::vector<std::thread> threads;
+};
+
+DeviceSource::DeviceSource(CustomStorage& storage, const std::vector<NumberedDevice>& devices,
+                           MovedAt& moved_at)
+    : devices_(make<Device>(storage, devices, moved_at)) {}
+
+DeviceSource::~DeviceSource() = default;
+
+void DeviceSource::read(std::uint64_t address, MutBytes out) {
+    find(devices_, address, out.size()).read(device_offset(address), out);
+}
+
+struct DeviceSink::Device {
+    Device(CustomStorage& storage, const DeviceMemory& memory, MovedAt& moved)
+        : size(memory.size), lane(storage, memory), moved_at(moved) {
+        for (std::size_t i = 0; i < kPieces; ++i)
+            pieces.push_back({i, false});
+        if (size != 0) {
+            lane.set_zero(0, 0, size);
+            lane.wait(0);
+        }
+        touch(moved_at);
+    }
+
+    struct Piece {
+        std::size_t number = 0;
+        bool was_used = false; ///< a copy out of it may not be done
+    };
+
+    std::size_t stream_of(const Piece& piece) const noexcept {
+        return piece.number % CopyLane::kStreams;
+    }
+
+    Piece take() {
+        std::unique_lock lock(mutex);
+        freed.wait(lock, [this] { return !pieces.empty(); });
+        const Piece piece = pieces.front(); // the one whose copy was begun the longest ago
+        pieces.pop_front();
+        return piece;
+    }
+    void put_back(const Piece& piece) {
+        {
+            const std::lock_guard lock(mutex);
+            pieces.push_back(piece);
+        }
+        freed.notify_one();
+    }
+
+    void write(std::uint64_t offset, Bytes bytes) {
+        if (offset + bytes.size() > size)
+            bytes = bytes.first(offset < size ? size - offset : 0);
+        while (!bytes.empty()) {
+            const std::size_t count = std::min<std::uint64_t>(bytes.size(), kPiece);
+            Piece piece = take();
+            try {
+                if (piece.was_used)
+                    lane.wait(stream_of(piece));
+                std::byte* const host = lane.memory() + piece.number * kPiece;
+                std::memcpy(host, bytes.data(), count);
+                piece.was_used = true;
+                lane.to_device(stream_of(piece), host, offset, count);
+                touch(moved_at);
+            } catch (...) {
+                put_back(piece);
+                throw;
+            }
+            put_back(piece);
+            bytes = bytes.subspan(count);
+            offset += count;
+        }
+    }
+
+    const std::uint64_t size;
+    CustomStorage::Lane lane;
+    MovedAt& moved_at;
+    std::mutex mutex;
+    std::condition_variable freed;
+    std::deque<Piece> pieces;
+};
+
+DeviceSink::DeviceSink(CustomStorage& storage, const std::vector<NumberedDevice>& devices,
+                       MovedAt& moved_at)
+    : devices_(make<Device>(storage, devices, moved_at)) {}
+
+DeviceSink::~DeviceSink() = default;
+
+void DeviceSink::write(std::uint64_t address, Bytes bytes) {
+    find(devices_, address, bytes.size()).write(device_offset(address), bytes);
+}
+
+void DeviceSink::write_zeros(std::uint64_t, std::uint64_t) {}
+
+void DeviceSink::finish() {
+    for (const std::unique_ptr<Device>& device : devices_)
+        for (std::size_t stream = 0; device && stream < CopyLane::kStreams; ++stream)
+            device->lane.wait(stream);
+}
+
+} // namespace gpustasis

@@ -1,0 +1,353 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The bounds of downtimes and the model beside them, on made-up numbers."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpustasis_bench.bench.bounds import WRITING
+from gpustasis_bench.bench.contenders import (
+    OURS,
+    OURS_BOTH,
+    OURS_DIRECT,
+    OURS_RAM,
+    STAGED,
+    STOCK,
+    variants,
+)
+from gpustasis_bench.bench.downtime_bounds import evaluate_downtime
+from gpustasis_bench.bench.downtime_figures import described
+from gpustasis_bench.bench.statistics import paired_ratio
+from support.bench import made_report
+
+MIB = 1 << 20
+
+
+def made_up(by: float = 1.0) -> dict[str, Any]:
+    """Every bound is met by so much more than it must, and missed with a `by` below 1."""
+
+    def contender(seconds: float, **figures: Any) -> dict[str, Any]:
+        one = {
+            **dict.fromkeys(("downtime_seconds", "dump_seconds", "restore_seconds"), seconds),
+            "cpu_seconds_per_gib": 0.5,
+            "host_bytes": 600 * MIB / by,
+            "driver_seconds": 0.1,
+        }
+        return one | {"rounds": {"downtime_seconds": [seconds, seconds]}} | figures
+
+    def ratio(mean: float) -> dict[str, Any]:
+        return paired_ratio([mean, mean], [1.0, 1.0]).as_dict()
+
+    ours = {OURS: 4.0, OURS_RAM: 4.0, OURS_DIRECT: 8.0, OURS_BOTH: 8.0}
+    every = (STOCK, *ours)
+    alone = {name: {"reading_seconds": 2.0} for name in ours}
+    for name in (OURS, OURS_DIRECT):
+        alone[name]["writing_seconds"] = 3.0
+    shapes = [
+        {
+            "workload": "noise",
+            "gpus": 1,
+            "tasks": tasks,
+            "rates": "published",
+            "gpu_bytes": tasks * 256 * MIB,
+            "fixed_seconds": dict.fromkeys(every, 0.1),
+            "fixed_restore_seconds": dict.fromkeys(every, 0.2),
+            "contenders": {
+                name: contender(
+                    10.0 if tasks == 1 else 16.0 / by,
+                    restore_seconds=16.0,
+                    warm_restore_seconds=14.0,
+                    **alone.get(name, {}),
+                )
+                for name in every
+            },
+            "ratios": {
+                name: {
+                    f"{stage}_seconds": ratio(ours.get(name, 1.0) * by)
+                    for stage in ("downtime", "dump", "restore", "warm_restore")
+                }
+                for name in every
+            },
+        }
+        for tasks in (1, 8)
+    ]
+    content = {
+        "workload": "finetuning",
+        "gpu_bytes": 2048 * MIB,
+        "contenders": {
+            STOCK: contender(3.0, without_driver_seconds=1.5),
+            OURS_RAM: contender(2.0, warm_over_cold=ratio(0.6 / by), drain_cpu_seconds_per_gib=1.0),
+            OURS_DIRECT: contender(0.8, reading_seconds=0.2, writing_seconds=0.7),
+            OURS_BOTH: contender(0.8),
+        },
+        "ratios": {
+            STOCK: {},
+            OURS_RAM: {
+                "downtime_seconds": ratio(1.25 * by),
+                "without_driver_seconds": ratio(2 * by),
+            },
+            OURS_DIRECT: {"downtime_seconds": ratio(3.5 * by)},
+            OURS_BOTH: {"downtime_seconds": ratio(3.5 * by)},
+        },
+    }
+    second = {
+        "downtime_seconds": {"full": 4.0, "incremental": 2.0},
+        "without_driver_seconds": {"full": 2.0, "incremental": 1.0},
+        "ratio": ratio(2.0),
+        "ratio_without_driver": ratio(2.0 * by),
+    }
+    return {
+        "medium": "disk",
+        "pairs": 2,
+        "shape_pairs": 2,
+        "scale": 16.0,
+        "size_bytes": 256 * MIB,
+        "absent": {},
+        "rates": {"staged": {"down": 2e9, "up": 7e9}, "direct": {"down": 9e9, "up": 11e9}},
+        "shapes": shapes,
+        "contents": [content],
+        "second": [
+            {
+                "workload": "qlora",
+                "gpu_bytes": 2048 * MIB,
+                "contenders": {OURS: second, OURS_RAM: second},
+            }
+        ],
+        "neighbours": [
+            {
+                "workload": "finetuning",
+                "contender": OURS_RAM,
+                "rate_limit_bytes": 10**8,
+                "drain_seconds": 10.0,
+                "drain_cpu_seconds": 1.0,
+                "ratio": ratio(1 - 0.05 / by),
+            }
+        ],
+    }
+
+
+@pytest.mark.parametrize(("by", "met"), [(1.01, True), (0.99, False)])
+def test_bounds_are_met_or_missed_as_they_were_measured(by: float, met: bool) -> None:
+    bounds = evaluate_downtime(made_report(made_up(by)))
+    assert len(bounds) == 4 + 4 + 8 + 2 + 1 + 2 + 1 + 1
+    for bound in bounds:
+        assert (bound["met"], bound["not_measured"]) == (met, None), bound["name"]
+        assert bound["measured"] is not None
+    # What could be reached here stands beside it; of host memory nothing limits it.
+    assert [each["name"] for each in bounds if each["best"] is None] == [
+        "host memory beyond the job, direct dump of fine-tuning, MiB"
+    ]
+
+
+def test_what_was_not_measured_says_why_and_is_not_met() -> None:
+    whole = made_up(2.0)
+    report = made_report(whole)
+    assert all(bound["met"] for bound in evaluate_downtime(report))
+    cut = copy.deepcopy(whole)
+    for part in (*cut["shapes"], *cut["contents"], *cut["second"]):
+        part["contenders"].pop(OURS_RAM, None)
+        part.get("ratios", {}).pop(OURS_RAM, None)
+    cut["neighbours"] = []
+    cut["absent"] = {OURS_RAM: "the plugin of this build has no setting 'tier'"}
+    bounds = {each["name"]: each for each in evaluate_downtime(made_report(cut))}
+    missing = [each for each in bounds.values() if each["not_measured"]]
+    assert len(missing) == 2 + 1 + 2 + 1 + 1 + 1 + 1
+    for each in missing:
+        assert (each["met"], each["measured"]) == (False, None)
+        assert "has no setting 'tier'" in each["not_measured"]
+    nothing = evaluate_downtime(made_report({}, "downtime: the emulator did not start"))
+    assert len(nothing) == len(bounds)
+    for each in nothing:
+        assert not each["met"]
+        assert each["not_measured"].endswith("downtime: the emulator did not start")
+    assert evaluate_downtime(made_report({}) | {"downtime": None}) == []
+
+
+def test_the_best_that_can_be_is_what_the_model_makes_of_the_machine() -> None:
+    report = made_report(made_up())
+    by_name = {each["name"]: each for each in evaluate_downtime(report)}
+    first = by_name["fine-tuning downtime, stock over ours ram"]
+    size = 2048 * MIB
+    both = 1 / (1 / 10e9 + 1 / (2 / (1 / 40e9 + 1 / 15e9)) + 1 / 3.5e9)
+    down, up = size / 2e9, size / 7e9
+    assert first["parts"]["storing"] == pytest.approx(size / both, abs=1e-3)
+    assert first["in_turn"] == pytest.approx(3.0 / (down + size / both + up), abs=1e-2)
+    assert first["least_of"] == "the driver, to the host"
+    without = by_name["the same, without the driver's time"]
+    assert without["in_turn"] == pytest.approx(1.5 / (size / both), abs=1e-2)
+    (row,) = (
+        each
+        for each in report["downtime"]["model"]
+        if (each["tasks"], each["contender"]) == (8, STOCK)
+    )
+    # 256 MiB at rates divided by 16, eight times; CRIU with one thread; 0.1 s of its own
+    assert row["predicted_seconds"] == pytest.approx(
+        0.1 + 8 * 16 * 256 * MIB * (1 / 2e9 + 1 / 7e9) + 8 * 256 * MIB / 2.5e9, rel=1e-3
+    )
+    assert {each.rates for each in variants(Path("arena")) if each.name == STOCK} == {STAGED}
+
+
+def test_the_best_of_a_restore_is_the_bytes_the_processors_and_the_driver() -> None:
+    """Of 2 GiB in eight tasks, at the rates of LIMITS and of a driver divided by 16."""
+    bounds = {each["name"]: each for each in evaluate_downtime(made_report(made_up()))}
+    size = 2048 * MIB
+    writing, filling, back = size / 4e9, size / 3.5e9, 16 * 256 * MIB / 7e9
+    common = {
+        "all but the bytes": 0.2,
+        WRITING: pytest.approx(writing, abs=1e-3),
+        "the emulator, filling GPU memory": pytest.approx(filling, abs=1e-3),
+        "the driver, back": pytest.approx(back, abs=1e-3),
+    }
+    # A disk works while processors do, and takes as long as in the same rounds; a tmpfs is their
+    # work, too.
+    cold = bounds["restore of 8 tasks with a GPU each, stock (staged) over ours"]
+    assert cold["parts"] == common | {"reading from disk": 2.0}
+    assert writing + filling < 2.0
+    assert cold["in_turn"] == pytest.approx(16.0 / (0.2 + 2.0 + back), rel=1e-3)
+    assert cold["least_of"] == "reading from disk"
+    assert cold["best"] == 8.0
+    warm = bounds[
+        "restore from memory of 8 tasks with a GPU each, stock (staged, page cache) over ours ram"
+    ]
+    reading = size / 8e9
+    assert warm["parts"] == common | {"reading from tmpfs": pytest.approx(reading, abs=1e-3)}
+    seconds = 0.2 + reading + writing + filling + back
+    assert warm["in_turn"] == pytest.approx(14.0 / seconds, rel=1e-3)
+    size = 2048 * MIB  # of one task, whose restore from the disk took 2 s
+    least = size / 8e9 + size / 4e9 + size / 3.5e9 + size / 7e9
+    again = bounds["restore from memory over one from the disk, fine-tuning, ours ram"]
+    assert again["in_turn"] == pytest.approx(least / 2.0, rel=1e-3)
+    # Without staging the bytes never lie in the task, and the driver takes them as they come.
+    direct = bounds["restore of 8 tasks with a GPU each, stock (staged) over ours direct"]
+    assert WRITING not in direct["parts"]
+    assert 16 * 256 * MIB / 11e9 < 2.0
+    assert direct["in_turn"] == pytest.approx(16.0 / (0.2 + 2.0), rel=1e-3)
+
+
+def test_what_another_setting_saves_is_no_limit() -> None:
+    """Nor is our own overhead in a restore, where stock has less."""
+    whole = made_up()
+    for shape in whole["shapes"]:
+        shape["fixed_restore_seconds"] = dict.fromkeys(shape["fixed_restore_seconds"], 0.9)
+        shape["fixed_restore_seconds"][STOCK] = 0.2
+    bounds = {each["name"]: each for each in evaluate_downtime(made_report(whole))}
+    dump = bounds["dump of 8 tasks with a GPU each, stock (staged) over ours"]
+    assert "dropping the pages" not in dump["parts"]
+    restore = bounds["restore of 8 tasks with a GPU each, stock (staged) over ours"]
+    assert restore["parts"]["all but the bytes"] == 0.2
+
+
+def test_the_best_of_a_dump_to_the_disk_stores_as_long_as_writing_took_in_its_rounds() -> None:
+    bounds = {each["name"]: each for each in evaluate_downtime(made_report(made_up()))}
+    disk = "the disk, while the driver hands memory over"  # what is direct is stored meanwhile
+    for name, part in ((OURS, "storing"), (OURS_DIRECT, disk)):
+        dump = bounds[f"dump of 8 tasks with a GPU each, stock (staged) over {name}"]
+        assert dump["parts"][part] == 3.0
+        assert ("storing" in dump["parts"]) == (name == OURS)
+        assert dump["in_turn"] == pytest.approx(16.0 / sum(dump["parts"].values()), rel=1e-3)
+    direct = bounds[f"fine-tuning downtime, stock (staged) over {OURS_DIRECT}"]
+    assert direct["parts"][disk] == 0.7
+    in_memory = bounds[f"dump of 8 tasks with a GPU each, stock (staged) over {OURS_RAM}"]
+    assert in_memory["parts"]["storing"] < 1.0
+
+
+@pytest.mark.parametrize(
+    ("writing", "limit", "seconds"),
+    [
+        (0.2, "the driver, to the host", 2048 * MIB / 9e9),
+        (0.3, "the disk, while the driver hands memory over", 0.3),
+    ],
+)
+def test_a_direct_dump_is_held_up_by_the_slower_of_driver_and_disk(
+    writing: float, limit: str, seconds: float
+) -> None:
+    whole = made_up()
+    (content,) = whole["contents"]
+    content["contenders"][OURS_DIRECT]["writing_seconds"] = writing
+    bounds = {each["name"]: each for each in evaluate_downtime(made_report(whole))}
+    found = bounds[f"fine-tuning downtime, stock (staged) over {OURS_DIRECT}"]
+    slow = [name for name in found["parts"] if "driver" in name and "back" not in name]
+    assert slow == [limit]
+    assert found["parts"][limit] == pytest.approx(seconds, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("reading", "limit", "seconds"),
+    [
+        (0.3, "reading back, while the driver takes memory", 0.3),
+        (0.1, "the driver, back", 2048 * MIB / 11e9),
+    ],
+)
+def test_the_way_back_is_held_up_by_the_slower_of_driver_and_reading(
+    reading: float, limit: str, seconds: float
+) -> None:
+    """As it was measured in the same rounds."""
+    whole = made_up()
+    (content,) = whole["contents"]
+    content["contenders"][OURS_DIRECT]["reading_seconds"] = reading
+    bounds = {each["name"]: each for each in evaluate_downtime(made_report(whole))}
+    found = bounds[f"fine-tuning downtime, stock (staged) over {OURS_DIRECT}"]
+    assert [name for name in found["parts"] if "back" in name] == [limit]
+    assert found["parts"][limit] == pytest.approx(seconds, abs=1e-4)
+
+
+def test_a_direct_dump_into_memory_is_held_up_by_the_slower_of_driver_and_storing() -> None:
+    title = f"fine-tuning downtime, stock (staged) over {OURS_BOTH}"
+    for rate, limit in (
+        (1e9, "storing, while the driver hands memory over"),
+        (90e9, "the driver, to the host"),
+    ):
+        report = copy.deepcopy(made_report(made_up()))
+        report["limits"]["tmpfs"]["write"]["2"] = rate
+        report["limits"]["memcpy"]["2"] = 90e9
+        report["limits"]["xxh3"] = report["limits"]["lz4_random"] = 90e9
+        (found,) = (each for each in evaluate_downtime(report) if each["name"] == title)
+        assert [name for name in found["parts"] if "hand" in name or "to the" in name] == [limit]
+
+
+def test_the_slowdown_of_neighbours_is_proven_by_its_own_interval() -> None:
+    whole = made_up()
+    for low, high, proven in ((0.96, 0.98, True), (0.94, 0.98, False)):
+        whole["neighbours"][0]["ratio"] = {"mean": 0.97, "low": low, "high": high, "pairs": 2}
+        bound = evaluate_downtime(made_report(whole))[-1]
+        assert (bound["measured"], bound["met"], bound["proven"]) == (3.0, True, proven)
+        assert (bound["low"], bound["high"]) == (2.0, round(100 * (1 - low), 2))
+
+
+def test_ratios_are_stock_over_each_pair_by_pair() -> None:
+    values: dict[str, dict[str, list[float]]] = {
+        STOCK: {
+            "cpu_seconds": [1.0, 1.0],
+            "downtime_seconds": [6.0, 8.0],
+            "restore_seconds": [9.0, 9.0],
+            "warm_restore_seconds": [6.0, 2.0],
+            "without_driver_seconds": [2.0, 2.0],
+        },
+        OURS_RAM: {
+            "cpu_seconds": [1.0, 3.0],
+            "drain_cpu_seconds": [4.0, 8.0],
+            "downtime_seconds": [2.0, 4.0],
+            "restore_seconds": [3.0, 6.0],
+            "warm_restore_seconds": [1.5, 2.0],
+            "without_driver_seconds": [1.0, 0.0],
+        },
+    }
+    found = described(values, 2048 * MIB)
+    ratios = found["ratios"][OURS_RAM]
+    assert ratios.pop("without_driver_seconds") is None  # one is no time
+    assert {figure: (one["mean"], one["pairs"]) for figure, one in ratios.items()} == {
+        "downtime_seconds": (2.4495, 2),  # the root of 3 times 2
+        "restore_seconds": (2.1213, 2),
+        "warm_restore_seconds": (2.0, 2),
+    }
+    assert {one["mean"] for one in found["ratios"][STOCK].values()} == {1.0}
+    ours = found["contenders"][OURS_RAM]
+    assert ours["warm_over_cold"]["mean"] == 0.4082
+    assert "warm_over_cold" not in found["contenders"][STOCK]
+    assert (ours["downtime_seconds"], ours["cpu_seconds_per_gib"]) == (3.0, 1.0)
+    assert ours["drain_cpu_seconds_per_gib"] == 3.0
+    assert ours["rounds"] == values[OURS_RAM]

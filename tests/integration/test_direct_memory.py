@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""gpu_memory = "direct": the driver hands GPU memory over, and the worker copies it (CUDA 13.4)."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from campaigns.rig import Rig, small_disk, with_driver
+from campaigns.steady_job import SteadyJob
+from gpustasis._core import ImageReader, RegionKind, image_name
+from gpustasis.criu.plugin import Setting
+from gpustasis.draining.drain import drain
+from gpustasis.image.arena import Tier, stored_directory, tier_of
+from gpustasis.image.verification import verify_directory
+from support.arena import ram
+from support.cpu_memory import OURS, pages_bytes
+from support.direct_memory import DIRECT, DRIVER, MIB, tasks
+
+
+@pytest.fixture
+def direct_rig(newest_rig: Rig) -> Iterator[Rig]:
+    with with_driver(newest_rig, DRIVER) as rig:
+        yield rig
+
+
+def require_direct(images: Path, told_in: Path | None = None) -> None:
+    found = tasks(told_in or images)
+    assert [task["gpu_memory"] for task in found] == ["direct"] * len(found) != []
+    for task in found:
+        assert task["externalized"] and task["staging"] == "" and task["staged_bytes"] > 0
+        image = ImageReader.open(images / image_name(task["image_pid"]))
+        assert {region.kind for region in image.info.regions} == {RegionKind.DEVICE}
+        assert sum(region.length for region in image.info.regions) == task["staged_bytes"]
+
+
+def dump(rig: Rig, job: SteadyJob, *extra: str, **config: Setting) -> Path:
+    images = rig.images()
+    dumped = rig.dump(job, images, *extra, config={**DIRECT, **config})
+    assert dumped.status == 0, dumped.errors
+    if extra:
+        rig.settle(images)
+        job.run_on()
+    return images
+
+
+def come_back(rig: Rig, job: SteadyJob, images: Path, **config: Setting) -> None:
+    job.wait()
+    rig.settle(images)
+    done = rig.restore(images, config=config)
+    assert done.status == 0, done.errors
+    assert {task["gpu_memory"] for task in tasks(images, "restore")} == {"direct"}
+    job.run_on()
+
+
+def test_a_job_runs_on_and_comes_back(direct_rig: Rig) -> None:
+    rig = direct_rig
+    with rig.job(mib=16, pinned_kib=256, children=1, plain_children=1) as job:
+        dropped = dump(rig, job, "--leave-running", gpu_memory="staged")
+        for extra in (["--leave-running"], []):
+            images = dump(rig, job, *extra)
+            require_direct(images)
+            assert not verify_directory(images).problems
+            # As much as with staging that is taken out: 16 MiB of each would be in it.
+            assert abs(pages_bytes(images) - pages_bytes(dropped)) < 4 * MIB
+        come_back(rig, job, images)
+        # What came back can go again.
+        images = dump(rig, job, "--leave-running")
+        require_direct(images)
+
+
+def test_a_chain(direct_rig: Rig) -> None:
+    rig = direct_rig
+    with rig.job(mib=16, children=1) as job:
+        chain = [dump(rig, job, "--leave-running")]
+        for _ in range(2):
+            chain.append(dump(rig, job, "--leave-running", parent=str(chain[-1])))
+            assert all(task["ref"]["chunks"] > 0 for task in tasks(chain[-1]))
+        # One that is staged may be built on it as well: chunks are known by what they hold.
+        staged = dump(rig, job, "--leave-running", parent=str(chain[-1]), gpu_memory="staged")
+        assert all(task["ref"]["chunks"] > 0 for task in tasks(staged))
+        assert {task["gpu_memory"] for task in tasks(staged)} == {"staged"}
+        last = dump(rig, job, parent=str(staged), parent_check="data")
+        require_direct(last)
+        come_back(rig, job, last)
+
+
+def test_with_cpu_memory_of_the_same_tasks_and_packed(direct_rig: Rig) -> None:
+    rig = direct_rig
+    with rig.job(mib=16, pinned_kib=1024, children=1, plain_threads=2) as job:
+        images = dump(rig, job, layout="packed", **OURS)
+        require_direct(images)
+        come_back(rig, job, images)
+
+
+def test_several_gpus_of_one_task_also_when_they_are_exchanged(direct_rig: Rig) -> None:
+    """With stripes of both, and more on one than on the other."""
+    rig = direct_rig
+    with rig.job(mib=160, gpus=2, children=1) as job:
+        first = dump(rig, job, "--leave-running")
+        last = dump(rig, job, parent=str(first))
+        for task in tasks(last):
+            image = ImageReader.open(last / image_name(task["image_pid"]))
+            assert [region.address >> 26 & 0xFF for region in image.info.regions] == [0, 1, 0]
+        come_back(rig, job, last)
+        again = dump(rig, job)
+        come_back(rig, job, again, gpu_map=["0=1", "1=0"])
+        moves = json.loads((again / "gpustasis-restore.json").read_text())["gpu_moves"]
+        assert len(moves) == 2
+        dump(rig, job, "--leave-running")
+
+
+def test_into_memory_first_and_drained(direct_rig: Rig, arena: Path) -> None:
+    rig = direct_rig
+    with rig.job(mib=16, children=1) as job:
+        first = dump(rig, job, "--leave-running", **ram(arena))
+        require_direct(stored_directory(first), first)
+        assert tier_of(first) == Tier.LOCAL
+        last = dump(rig, job, **ram(arena, parent=str(first)))
+        assert all(task["ref"]["chunks"] > 0 for task in tasks(last))
+        come_back(rig, job, last)
+        job.end()
+        drain(last)
+        assert tier_of(first) == tier_of(last) == Tier.DURABLE
+        assert not verify_directory(last).problems
+        require_direct(last)
+        done = rig.restore(last)
+        assert done.status == 0, done.errors
+        job.run_on()
+
+
+def test_auto_is_direct_where_the_driver_can_and_staged_elsewhere(
+    newest_rig: Rig, direct_rig: Rig
+) -> None:
+    for rig, expected in ((direct_rig, "direct"), (newest_rig, "staged")):
+        with rig.job(mib=16) as job:
+            images = dump(rig, job, gpu_memory="auto")
+            (task,) = tasks(images)
+            assert task["gpu_memory"] == expected
+            assert ("13.4" in task["staged_because"]) == (expected == "staged")
+            job.wait()
+
+
+def test_asked_for_by_name_it_is_refused_where_the_driver_cannot(newest_rig: Rig) -> None:
+    rig = newest_rig
+    with rig.job(mib=16) as job:
+        dumped = rig.dump(job, images := rig.images(), config=DIRECT)
+        assert dumped.status != 0
+        assert 'gpu_memory = "direct": the driver is of CUDA 13.0' in dumped.errors
+        rig.settle(images)
+        job.run_on()
+
+
+def test_an_image_of_it_is_refused_by_a_driver_that_cannot_take_it_back(
+    newest_rig: Rig, direct_rig: Rig
+) -> None:
+    with direct_rig.job(mib=16) as job:
+        images = dump(direct_rig, job)
+        job.wait()
+        direct_rig.settle(images)
+        done = newest_rig.restore(images, config={"requirements": "ignore"})
+        assert done.status != 0
+        assert "cannot take it back" in done.errors
+        done = direct_rig.restore(images)
+        assert done.status == 0, done.errors
+        job.run_on()
+
+
+def test_a_disk_without_room_for_the_worst_case_stops_it_before_the_driver_is_asked(
+    direct_rig: Rig,
+) -> None:
+    rig = direct_rig
+    with (
+        rig.job(mib=64) as job,
+        small_disk(rig.scratch / "disk", 24 * MIB) as disk,
+    ):
+        images = disk / "images"
+        images.mkdir(mode=0o700)
+        rig.emulator.add_fault("checkpoint", "error")
+        dumped = rig.dump(job, images, config=DIRECT)
+        assert dumped.status != 0
+        assert re.search(r"reserve \d+ MiB: No space left on device", dumped.errors), dumped.errors
+        assert len(rig.emulator.status()["faults"]) == 1  # the driver was not asked
+        rig.emulator.clear_faults()
+        rig.settle(images)
+        job.run_on()

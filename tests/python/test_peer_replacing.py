@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copies that take the place of older ones only when they are said to: those of jobs."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpustasis.errors import ImageError, PeerError
+from gpustasis.image.directory import try_exclude
+from gpustasis.image.store import is_trash
+from gpustasis.peers import copies
+from gpustasis.peers.copies import Copies
+from gpustasis.peers.copying import copy, discard, drop_older
+from support.local_checkpoints import make_local
+from support.peers import Nodes, make_nodes, serving
+
+
+@pytest.fixture
+def nodes(tmp_path: Path, arena: Path) -> Nodes:
+    arena.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return make_nodes(tmp_path / "certificates", arena.parent / "peers")
+
+
+@pytest.fixture
+def keeper(nodes: Nodes) -> Iterator[Copies]:
+    with serving(nodes.keeper) as server:
+        yield server.copies
+
+
+def names(keeper: Copies) -> list[str]:
+    return [one.name for one in keeper.all()]
+
+
+def make_three(nodes: Nodes, tmp_path: Path, arena: Path) -> list[str]:
+    """The keys of three copies of one store, oldest first."""
+    keys = []
+    for number in range(3):
+        stored = make_local(tmp_path / str(number), arena, (f"P{number}", "b"))
+        os.utime(stored / "gpustasis-manifest.img", (1000 + number, 1000 + number))
+        keys.append(copy(tmp_path / str(number), nodes.sender, replaces=False).key)
+    return keys
+
+
+def test_older_ones_stay_until_they_are_dropped(
+    nodes: Nodes, keeper: Copies, tmp_path: Path, arena: Path
+) -> None:
+    keys = make_three(nodes, tmp_path, arena)
+    assert names(keeper) == ["0", "1", "2"]
+    assert nodes.sender.peer is not None
+    other = nodes.another("other")
+    with pytest.raises(PeerError, match="is of sender"):
+        drop_older(nodes.sender.peer, other, keys[2])
+    with pytest.raises(PeerError, match="no copy"):
+        drop_older(nodes.sender.peer, nodes.sender, f"{32 * '0'}-{16 * '0'}")
+    assert names(keeper) == ["0", "1", "2"]
+    drop_older(nodes.sender.peer, nodes.sender, keys[1])
+    assert names(keeper) == ["1", "2"]  # a newer one is none that it takes the place of
+    drop_older(nodes.sender.peer, nodes.sender, keys[2])
+    assert names(keeper) == ["2"]
+
+
+def test_what_the_newest_is_built_on_is_not_dropped(
+    nodes: Nodes, keeper: Copies, tmp_path: Path, arena: Path
+) -> None:
+    first = make_local(tmp_path / "first", arena)
+    make_local(tmp_path / "second", arena, ("A", "C"), parent=first)
+    done = copy(tmp_path / "second", nodes.sender, replaces=False)
+    assert nodes.sender.peer is not None
+    drop_older(nodes.sender.peer, nodes.sender, done.key)
+    assert names(keeper) == ["first", "second"]
+
+
+def test_what_is_discarded_while_it_is_sent_is_not_kept(
+    nodes: Nodes, keeper: Copies, tmp_path: Path, arena: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its sender has given up the connection, and the neighbour does not know yet."""
+    make_local(tmp_path / "one", arena)
+    assert nodes.sender.peer is not None
+    told: list[str] = []
+    checks, goes_on = threading.Event(), threading.Event()
+    right = copies.require_right
+
+    def slow(*words: Any) -> None:
+        checks.set()
+        assert goes_on.wait(30)
+        right(*words)
+
+    monkeypatch.setattr(copies, "require_right", slow)
+    failed: list[PeerError] = []
+
+    def send() -> None:
+        try:
+            copy(tmp_path / "one", nodes.sender, on_key=lambda *where: told.extend(where))
+        except PeerError as exc:
+            failed.append(exc)
+
+    sending = threading.Thread(target=send)
+    sending.start()
+    assert checks.wait(30)
+    peer, key = told
+    assert peer == str(nodes.sender.peer)
+    with pytest.raises(PeerError, match="no copy"):
+        discard(nodes.sender.peer, nodes.another("other"), key)
+    discard(nodes.sender.peer, nodes.sender, key)
+    goes_on.set()
+    sending.join()
+    assert "discarded while it was sent" in str(failed[0])
+    assert names(keeper) == []
+    assert os.listdir(keeper.directory) == []
+    assert copy(tmp_path / "one", nodes.sender).key == key  # it is not refused for ever
+    assert names(keeper) == ["one"]
+
+
+def test_one_that_cannot_be_removed_holds_up_no_other(
+    nodes: Nodes, keeper: Copies, tmp_path: Path, arena: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what was renamed before it is deleted."""
+    keys = make_three(nodes, tmp_path, arena)
+
+    def sometimes(path: Path) -> Any:
+        if path.name == keys[0]:
+            raise ImageError(f"cannot lock {path}")
+        return try_exclude(path)
+
+    monkeypatch.setattr(copies, "try_exclude", sometimes)
+    assert nodes.sender.peer is not None
+    drop_older(nodes.sender.peer, nodes.sender, keys[2])
+    assert sorted(os.listdir(keeper.directory)) == sorted([keys[0], keys[2]])
+    monkeypatch.undo()
+    drop_older(nodes.sender.peer, nodes.sender, keys[2])
+    assert os.listdir(keeper.directory) == [keys[2]]
+
+
+def test_what_fails_on_the_way_leaves_no_trash(
+    nodes: Nodes, keeper: Copies, tmp_path: Path, arena: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = make_three(nodes, tmp_path, arena)
+
+    def sometimes(path: Path) -> Any:
+        if path.name == keys[0]:
+            raise MemoryError
+        return try_exclude(path)
+
+    monkeypatch.setattr(copies, "try_exclude", sometimes)
+    found = keeper.find(keys[2])
+    assert found is not None
+    with pytest.raises(MemoryError):
+        keeper.drop_older(found.key, found.node)
+    assert sorted(os.listdir(keeper.directory)) == sorted([keys[0], keys[2]])
+
+
+def test_trash_that_could_not_be_deleted_is_tried_again(
+    nodes: Nodes,
+    keeper: Copies,
+    tmp_path: Path,
+    arena: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    keys = make_three(nodes, tmp_path, arena)
+    assert nodes.sender.peer is not None
+
+    def fails(path: Path, ignore_errors: bool = False) -> None:
+        if not ignore_errors:
+            raise PermissionError(f"not {path}")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "rmtree", fails)
+        drop_older(nodes.sender.peer, nodes.sender, keys[2])
+    left = set(os.listdir(keeper.directory)) - {keys[2]}
+    assert len(left) == 2
+    assert all(is_trash(name) for name in left)
+    said = [one.getMessage() for one in caplog.records if "is left" in one.getMessage()]
+    assert len(said) == 2
+    drop_older(nodes.sender.peer, nodes.sender, keys[2])
+    assert os.listdir(keeper.directory) == [keys[2]]
