@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -41,3 +42,20 @@ def test_a_root_that_has_ended() -> None:
     for look in (Tree, resident_bytes):
         with pytest.raises(CheckpointError, match=f"there is no process {job.pid}"):
             look(job.pid)
+
+
+def test_the_end_of_a_process_is_what_is_said_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends in a look that finds something which passes."""
+    with subprocess.Popen(["/bin/sleep", "60"]) as job:
+        tree = Tree(job.pid)
+
+        def end_meanwhile(_images: Path) -> bool:
+            job.kill()
+            os.waitid(os.P_PID, job.pid, os.WEXITED | os.WNOWAIT)
+            return True
+
+        monkeypatch.setattr("gpustasis.streaming.tree._is_in_use", end_meanwhile)
+        assert tree.why_not_running(tmp_path) == f"process {job.pid} has ended"
+        tree.close()

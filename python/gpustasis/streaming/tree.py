@@ -166,7 +166,9 @@ class Tree:
                 looks -= 1
                 time.sleep(_KILLED_S)
                 continue
-            if not wrong or time.monotonic() > deadline or needed.intersection(self.died()):
+            if needed.intersection(self.died()):  # for good, whatever was found before that
+                return self._what_is_wrong(images, needed)
+            if not wrong or time.monotonic() > deadline:
                 return wrong
             time.sleep(_POLL_S)
 
