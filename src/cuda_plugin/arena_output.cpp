@@ -19,6 +19,10 @@ namespace gpustasis {
 namespace {
 
 constexpr std::uint32_t kMaxAlignment = 4096; // docs/format.md: of chunks in the file
+// An image that takes a quarter of its file, or less, is copied out of it. Below this a file is soon filled anew.
+constexpr std::uint64_t kMuchSmaller = 4;
+constexpr std::uint64_t kWorthReturning = std::uint64_t{16} << 20;
+constexpr std::size_t kCopied = std::size_t{256} << 10; // at once: it stays in the processor's cache
 
 } // namespace
 
@@ -53,7 +57,7 @@ UniqueFd take_from_pool(int arena, int directory, const std::string& part) {
 
 ArenaOutput::ArenaOutput(ArenaRoom& room, int arena, int directory, const std::string& name,
                          std::uint32_t alignment)
-    : room_(room), directory_(directory), name_(name), part_(PartFile::part_name(name)),
+    : room_(room), arena_(arena), directory_(directory), name_(name), part_(PartFile::part_name(name)),
       alignment_(alignment), file_(take_from_pool(arena, directory, part_)) {
     if (!file_) {
         file_ = UniqueFd(::openat(directory, part_.c_str(),
@@ -81,13 +85,17 @@ void ArenaOutput::reserve(std::uint64_t size) {
     if (size > paid_) {
         pay(size - paid_);
     } else if (size != 0 && size < paid_) {
-        if (::ftruncate(file_.get(), static_cast<off_t>(size)) != 0)
-            throw io_error("cut " + part_ + " to its size", errno);
+        cut(size);
         give(paid_ - size);
         backed_ = size;
     }
     if (size != 0)
         paid_ = size;
+}
+
+void ArenaOutput::cut(std::uint64_t size) {
+    if (::ftruncate(file_.get(), static_cast<off_t>(size)) != 0)
+        throw io_error("cut " + part_ + " to its size", errno);
 }
 
 void ArenaOutput::pay(std::uint64_t bytes) {
@@ -123,12 +131,53 @@ void ArenaOutput::write(std::uint64_t offset, MutBytes buffer, std::size_t size)
     write_at(file_.get(), offset, buffer.first(whole));
 }
 
+// The image has its name last: whoever is killed in between leaves no dump that is whole.
+bool ArenaOutput::return_to_pool(std::uint64_t size) {
+    if (backed_ < kWorthReturning || paid_ != backed_ || size > backed_ / kMuchSmaller)
+        return false;
+    const UniqueFd pool(
+        ::openat(arena_, kArenaPool, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC));
+    if (!pool)
+        return false;
+    std::uint64_t paid = 0;
+    const std::string copy = PartFile::part_name(part_);
+    try {
+        pay(size);
+        paid = size;
+        const UniqueFd file(::openat(directory_, copy.c_str(),
+                                     O_RDWR | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC,
+                                     S_IRUSR | S_IWUSR));
+        if (!file)
+            throw io_error("create " + copy, errno);
+        std::vector<std::byte> buffer(kCopied);
+        for (std::uint64_t done = 0; done < size; done += kCopied) {
+            const MutBytes piece = MutBytes(buffer).first(std::min(kCopied, size - done));
+            read_at(file_.get(), done, piece);
+            write_at(file.get(), done, piece);
+        }
+        struct stat status {};
+        // No other file of this tmpfs has that number as long as this one is there.
+        if (::fstat(file_.get(), &status) != 0 ||
+            ::renameat(directory_, part_.c_str(), pool.get(),
+                       ("returned-" + std::to_string(status.st_ino)).c_str()) != 0)
+            throw io_error("give " + part_ + " to the arena's pool", errno);
+    } catch (const Error&) { // as where there is no room for both
+        ::unlinkat(directory_, copy.c_str(), 0);
+        give(paid);
+        return false;
+    }
+    paid_ = size; // the rest is the pool's, as it was
+    part_ = copy;
+    return true;
+}
+
 void ArenaOutput::commit(std::uint64_t size) {
-    if (::ftruncate(file_.get(), static_cast<off_t>(size)) != 0)
-        throw io_error("cut " + part_ + " to its size", errno);
-    if (paid_ > size) {
-        give(paid_ - size);
-        paid_ = size;
+    if (!return_to_pool(size)) {
+        cut(size);
+        if (paid_ > size) {
+            give(paid_ - size);
+            paid_ = size;
+        }
     }
     if (::renameat(directory_, part_.c_str(), directory_, name_.c_str()) != 0)
         throw io_error("rename " + part_, errno);

@@ -15,7 +15,8 @@
 namespace gpustasis {
 
 /// Pages of a tmpfs that come new from the kernel are zeroed and charged first, and then written: a file of a drained
-/// checkpoint has them. What is left of it beyond the new image is given back.
+/// checkpoint has them. What is left of it beyond the new image is given back; where that is nearly all, the image is
+/// copied into a file of its own, and the pool has the large one for the next dump.
 class ArenaOutput final : public ImageOutput {
 public:
     /// The file `name` in `directory`, a checkpoint's in `arena`; both stay the caller's, and open. `alignment`: of
@@ -38,11 +39,14 @@ public:
     bool is_direct() const noexcept override { return false; }
 
 private:
+    void cut(std::uint64_t size);
+    bool return_to_pool(std::uint64_t size);
     void take(std::uint64_t offset, std::uint64_t end);
     void pay(std::uint64_t bytes);
     void give(std::uint64_t bytes) noexcept;
 
     ArenaRoom& room_;
+    int arena_;
     int directory_;
     std::string name_;
     std::string part_;

@@ -71,6 +71,8 @@ TARGET = '[[target]]\nname = "a"\n'
         ('users = "all"', "a list of names or numbers"),
         ("http_port = 70000", "from 0 to 65535"),
         ('cpu_memory = "theirs"', "one of criu, ours, auto"),
+        ('tier = "tape"', "one of disk, ram"),
+        ("drain_rate = 5", "a size such as"),
         ("target = 3", "no list of at most"),
         ('[[target]]\npidfile = "/a"', "a target has no 'name'"),
         ('[[target]]\nname = "../a"\npidfile = "/a"', "is no name of a target"),

@@ -205,5 +205,5 @@ def test_what_is_at_work_is_not_taken_for_what_failed(
     queue.add_known(begun)
     target = Target(name="train", pidfile=tmp_path / "pid")
     operation = Operation(subject=US, uid=0, target="train")
-    Work(operation, config, target, not_over=queue._not_over)._tidy(directory)
+    Work(operation, config, target, not_over=queue.not_over)._tidy(directory)
     assert [one.name for one in directory.iterdir()] == ["begun"]

@@ -3,7 +3,7 @@
 
 The checkpoint is local or durable, never neither, and every byte of it is right. It can be restored
 as it is. A second drain makes it durable, and `gpustasis arena clean` takes back what is left of it
-in memory. No agent takes part."""
+in memory. No agent takes part: that is agent_kills.py."""
 
 from __future__ import annotations
 

@@ -117,6 +117,10 @@ class Watch:
         self._known = set(self._names())
         self._stored: Path | None = None
 
+    def follow(self, images: Path) -> None:
+        """Its image directory, where that was not known before."""
+        self._images = images
+
     def phase(self) -> str:
         phase = phase_in_log(self._images, _OF_LOG)
         return STORING if phase == _CHECKPOINT and self._is_writing() else phase

@@ -6,7 +6,7 @@ The job runs on, and is exact: by the worker when criu has died, by criu when th
 `gpustasis recover` when both have. What the dump leaves is a whole local checkpoint or none:
 `gpustasis arena clean` gives the room of anything else back, also when it comes before
 `gpustasis recover`, whose memory it must not take. An older local checkpoint in the same arena is
-never touched. No agent takes part: it makes no checkpoints in memory (docs/operating.md)."""
+never touched. No agent takes part: that is agent_kills.py."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from random import Random
 
 import pytest
 
-from campaigns import drain_kills, pair_kills, peer_kills, ram_kills
+from campaigns import agent_kills, drain_kills, pair_kills, peer_kills, ram_kills
 from campaigns.pair_kills import PAIRS
 from campaigns.ram_dump import STORING, slow_ram
 from campaigns.rig import Rig
@@ -51,6 +51,13 @@ def test_a_drain_and_a_dump_into_the_same_arena_are_killed(place: tuple[Rig, Pat
     tally.require_clean()
     assert all(tally.counts[str(pair)] for pair in PAIRS), tally.counts
     assert tally.counts[f"the dump in {STORING}"] > 0, tally.counts
+
+
+def test_an_agent_that_is_killed_leaves_all_to_the_next(place: tuple[Rig, Path]) -> None:
+    tally = agent_kills.run(*place, Random(SEED), 1)
+    tally.require_clean()
+    hit = (*agent_kills.ALL_OF_DUMP, *agent_kills.ALONE)
+    assert all(tally.counts[f"killed {phase}"] for phase in hit), tally.counts
 
 
 def test_a_copy_to_a_neighbour_is_whole_or_not_there(place: tuple[Rig, Path]) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from campaigns import drain_kills, pair_kills, peer_kills, ram_kills
+from campaigns import agent_kills, drain_kills, pair_kills, peer_kills, ram_kills
 from campaigns.direct_kills import OF_WORKER
 from campaigns.ram_dump import slow_ram
 from campaigns.tally import Tally
@@ -40,6 +40,13 @@ def kill_drain(bench: Bench) -> Iterator[tuple[str, Tally]]:
             yield part, run(slow, arena, random, KILLS_EACH_PHASE)
 
 
+def kill_agent(bench: Bench) -> Iterator[tuple[str, Tally]]:
+    part = f"criu {bench.newest.criu.version_text}"
+    with slow_ram(bench.newest) as (slow, arena):
+        random = bench.random(f"kill-agent {part}")
+        yield part, agent_kills.run(slow, arena, random, KILLS_EACH_PHASE)
+
+
 def kill_copy(bench: Bench) -> Iterator[tuple[str, Tally]]:
     part = f"criu {bench.newest.criu.version_text}"
     with slow_ram(bench.newest) as (slow, arena):
@@ -54,7 +61,7 @@ CAMPAIGNS: dict[str, tuple[str, Campaign]] = {
             f"{KILLS_EACH_PHASE} times in each phase; the job runs on, what is left is a whole "
             "local checkpoint or none, and the one before it is not touched. Jobs that are lost to "
             "code of CRIU's own, which is seen in each task that dies, are counted, and LOST "
-            "above. No agent takes part: it makes no such checkpoints"
+            "above"
         ),
         kill,
     ),
@@ -75,6 +82,16 @@ CAMPAIGNS: dict[str, tuple[str, Campaign]] = {
             "worker"
         ),
         kill_drain,
+    ),
+    "kill-agent": (
+        (
+            "the agent is killed while it makes such a checkpoint, alone, with criu, with the "
+            "worker, and with both, and while it writes down that one is made, and drains it; at "
+            f"least {KILLS_EACH_PHASE} times in each of these phases, in half of the trials while "
+            "it drains an earlier one too; the job runs on, and the next agent says of each "
+            "checkpoint that is whole that it is done, and makes it durable; losses as in kill-ram"
+        ),
+        kill_agent,
     ),
     "kill-copy": (
         (

@@ -73,6 +73,8 @@ class Config:
     disk_per_user: int = 20 << 30
     keep_last: int = 2
     cpu_memory: str = "auto"
+    tier: str = "disk"
+    drain_rate: int = 0
     http_socket: Path | None = Path("/run/gpustasis/agent-http.sock")
     http_port: int = 0
     jobs_socket: Path | None = Path("/run/gpustasis/jobs.sock")
@@ -281,6 +283,8 @@ _KEYS: dict[str, _Take] = {
     "disk_per_user": _size,
     "keep_last": _whole(1, 1000),
     "cpu_memory": _choice("criu", "ours", "auto"),
+    "tier": _choice("disk", "ram"),
+    "drain_rate": _size,
     "http_socket": _optional_socket,
     "http_port": _whole(*_PORTS),
     "jobs_socket": _optional_socket,

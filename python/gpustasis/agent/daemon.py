@@ -14,10 +14,12 @@ import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from gpustasis.agent.aftermath import settle
 from gpustasis.agent.config import Config
+from gpustasis.agent.drains import Drains
 from gpustasis.agent.http import Http
 from gpustasis.agent.metrics import Metrics
 from gpustasis.agent.notify import notify, watchdog_s
@@ -91,10 +93,11 @@ class _Agent:
         self._journal = journal
         self._metrics = Metrics()
         self._queue = Queue(config, journal, self._ended)
+        self._drains = Drains(config, self._queue.note_durable)
         unfinished = self._load()
         self._periodic = Periodic(config, self._queue, time.time())
         self._server = Server(config, Requests(config, self._queue, self._periodic.next_due))
-        self._http = Http(config, self._metrics, self._queue.counts)
+        self._http = Http(config, self._metrics, self._queue.counts, self._drains.count)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopped = threading.Event()
         self._settling = threading.Thread(target=self._settle, args=(unfinished,), daemon=True)
@@ -118,6 +121,7 @@ class _Agent:
                 held.callback(ranks.close)
             if not self._metrics.is_there:
                 log.warning("no metrics: prometheus_client is not installed")
+            self._drains.start(self._queue.not_over().__contains__)
             self._settling.start()
             log.info("ready at %s", self._config.socket)
             notify("READY=1")
@@ -125,9 +129,13 @@ class _Agent:
             notify("STOPPING=1")
             log.info("stopping")
             self._stopped.set()
+            end = time.monotonic() + STOP_S
             done = await in_thread(partial(self._queue.close, STOP_S))
             if not done:
                 log.warning("a checkpoint is still at work: criu ends it without the agent")
+            left_s = max(0.0, end - time.monotonic())
+            if not await in_thread(partial(self._drains.close, left_s)):
+                log.warning("checkpoints are in memory alone: the next agent drains them")
             await asyncio.sleep(0)  # whoever waits hears of the end first
             await self._server.close()
         log.info("stopped")
@@ -183,6 +191,8 @@ class _Agent:
         """In any thread."""
         self._metrics.note(operation)
         self._periodic.note(operation)
+        if operation.place and not operation.subject.engine:
+            self._drains.add(Path(operation.place))
         if self._loop is not None:
             call: Callable[[Operation], None] = self._server.tell
             with contextlib.suppress(RuntimeError):  # the loop has ended

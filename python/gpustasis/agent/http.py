@@ -36,15 +36,19 @@ _REFUSED = 400
 _JSON = "application/json"
 
 Counts = Callable[[], tuple[int, int]]
+Local = Callable[[], int]
 
 
 class Http:
     """Serves from start() until close()."""
 
-    def __init__(self, config: Config, figures: metrics.Metrics, counts: Counts) -> None:
+    def __init__(
+        self, config: Config, figures: metrics.Metrics, counts: Counts, local: Local
+    ) -> None:
         self._config = config
         self._figures = figures
         self._counts = counts
+        self._local = local
         self._servers: list[asyncio.Server] = []
         self._open = 0
         self.wrong = ""  # why the agent is not healthy
@@ -104,7 +108,7 @@ class Http:
         if place == b"/metrics":
             if not self._figures.is_there:
                 return _plain(501, metrics.MISSING)
-            return 200, metrics.CONTENT_TYPE, self._figures.text(*self._counts())
+            return 200, metrics.CONTENT_TYPE, self._figures.text(*self._counts(), self._local())
         if place == b"/healthz":
             waiting, at_work = self._counts()
             found: dict[str, Any] = {
@@ -112,6 +116,7 @@ class Http:
                 "wrong": self.wrong,
                 "waiting": waiting,
                 "at_work": at_work,
+                "local": self._local(),
             }
             return 503 if self.wrong else 200, _JSON, json.dumps(found).encode() + b"\n"
         return _plain(404, "there are /metrics and /healthz")

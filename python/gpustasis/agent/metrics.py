@@ -57,6 +57,9 @@ class Metrics:
         )
         self._waiting = made.Gauge("gpustasis_agent_waiting", "Operations in the queue", **keys)
         self._at_work = made.Gauge("gpustasis_agent_at_work", "Operations at work", **keys)
+        self._local = made.Gauge(
+            "gpustasis_agent_local", "Checkpoints that are in memory, to be drained", **keys
+        )
         for result in (one for one in State if one.is_over):
             self._total.labels("checkpoint", result.value)
 
@@ -80,9 +83,10 @@ class Metrics:
         self._stored.labels(target).set(figures.stored_bytes)
         self._last.labels(target).set(operation.ended)
 
-    def text(self, waiting: int, at_work: int) -> bytes:
+    def text(self, waiting: int, at_work: int, local: int) -> bytes:
         """All of them, as Prometheus reads them."""
         self._waiting.set(waiting)
         self._at_work.set(at_work)
+        self._local.set(local)
         found: bytes = self._client.generate_latest(self._registry)
         return found

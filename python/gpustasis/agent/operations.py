@@ -20,6 +20,7 @@ from typing import Any
 from gpustasis.agent.subjects import CONTAINERS, Subject
 from gpustasis.errors import AgentError
 from gpustasis.files import open_own_directory, open_regular, replace_file
+from gpustasis.image.arena import Tier
 from gpustasis.task import boot_id
 
 log = logging.getLogger(__name__)
@@ -51,7 +52,8 @@ class State(StrEnum):
 class Figures:
     """Of a checkpoint. duration_s: from its begin to its end; downtime_s: what of that the job
     stood; None: not known. size_bytes: memory that it holds; stored_bytes: what it takes on the
-    disk. gpu_bytes: memory of GPUs. verified: it was read again, and is right."""
+    disk. gpu_bytes: memory of GPUs. verified: it was read again, and is right. tier: "local": it is
+    in memory, and is still to be drained; "durable": it is on the disk."""
 
     duration_s: float
     downtime_s: float | None
@@ -61,6 +63,7 @@ class Figures:
     incremental: bool
     emulated: bool
     verified: bool
+    tier: str = Tier.DURABLE.value
 
 
 @dataclass(slots=True, kw_only=True)

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from gpustasis.agent import containers, space
@@ -20,8 +20,9 @@ from gpustasis.agent.config import Config, Target
 from gpustasis.agent.operations import INTERVAL, KEPT, Journal, Operation, State
 from gpustasis.agent.space import Need, disk_used
 from gpustasis.agent.subjects import Held, tree_pids
-from gpustasis.agent.work import REQUESTED, Work
+from gpustasis.agent.work import REQUESTED, Work, is_in_memory
 from gpustasis.errors import AgentError, CheckpointError
+from gpustasis.image.arena import Tier
 from gpustasis.text import mib
 
 log = logging.getLogger(__name__)
@@ -65,7 +66,7 @@ class Queue:
         """Put it in the queue, which owns `process` from now on, whatever happens. Raises
         AgentError if it is refused."""
         work = Work(operation, self._config, target, process)
-        work.write_down, work.not_over = self._journal.write, self._not_over
+        work.write_down, work.not_over = self._journal.write, self.not_over
         job = _Job(work)
         try:
             with self._lock:
@@ -128,6 +129,22 @@ class Queue:
         with self._lock:
             self.operations[operation.id] = operation
 
+    def note_durable(self, place: Path) -> None:
+        """The checkpoint there is on the disk now."""
+        with self._lock:
+            for one in self.operations.values():
+                if one.place == str(place) and one.figures is not None:
+                    stored = disk_used(place)
+                    one.figures = replace(one.figures, tier=Tier.DURABLE.value, stored_bytes=stored)
+                    break
+            else:
+                return
+        try:
+            self._journal.write(one)
+        except AgentError as exc:
+            log.warning("%s", exc)
+        self._log("drained", one)
+
     def last_done(self, like: Operation) -> Operation | None:
         """The last checkpoint of that subject that the same user has asked for, of the same target,
         since the node was started."""
@@ -160,7 +177,7 @@ class Queue:
 
     # The queue itself
 
-    def _not_over(self) -> set[Path]:
+    def not_over(self) -> set[Path]:
         """Where the checkpoints are that have not ended."""
         return {Path(one.place) for one in self.known() if one.place and not one.state.is_over}
 
@@ -238,7 +255,8 @@ class Queue:
             pid = operation.subject.pid
         last = self.last_done(operation)
         gpu = None if last is None or last.figures is None else last.figures.gpu_bytes
-        need = _NOTHING if pid is None else space.estimate(pid, gpu)
+        in_memory = is_in_memory(operation, self._config)
+        need = _NOTHING if pid is None else space.estimate(pid, gpu, in_memory=in_memory)
         if refused := self._why_over(operation, need.disk):
             return refused
         with self._changed:

@@ -35,16 +35,18 @@ class Need:
     disk: int
 
 
-def estimate(root: int, measured_gpu: int | None) -> Need:
+def estimate(root: int, measured_gpu: int | None, *, in_memory: bool = False) -> Need:
     """Of the tree below `root`. measured_gpu: what its last checkpoint has held of GPUs' memory;
-    None: there is none: then all that is in use on this node's GPUs, if it uses any."""
+    None: there is none: then all that is in use on this node's GPUs, if it uses any. in_memory: the
+    checkpoint is in memory first."""
     pids = tree_pids(root)
     plain = sum(map(_plain_bytes, pids))
     gpu = measured_gpu
     if gpu is None:
         gpu = _gpu_bytes() if any(map(_uses_gpu, pids)) else 0
     # The driver puts the GPUs' memory into the host's before it is stored.
-    return Need(memory=gpu + _MEMORY_BESIDES, disk=plain + gpu + _DISK_BESIDES)
+    arena = plain + gpu if in_memory else 0
+    return Need(memory=gpu + arena + _MEMORY_BESIDES, disk=plain + gpu + _DISK_BESIDES)
 
 
 def _plain_bytes(pid: int) -> int:

@@ -26,6 +26,7 @@ from gpustasis.criu.run import Run
 from gpustasis.dump_records import find_begun, find_dropped
 from gpustasis.errors import AgentError, CheckpointError
 from gpustasis.files import open_own_directory
+from gpustasis.image.arena import tier_of
 from gpustasis.image.directory import try_exclude
 from gpustasis.image.store import read_entry, read_store
 from gpustasis.recovery import GUARDIAN_COMM, WORKER_COMM
@@ -120,6 +121,7 @@ class Work:
         parent = self._parent()
         images.mkdir(0o700)
         chain = 0 if self.target is None else self.target.max_chain
+        in_memory = is_in_memory(self.operation, self.config)
 
         def dump(place: Path, words: Sequence[str]) -> Run:
             made = gpustasis.checkpoint(
@@ -130,7 +132,8 @@ class Work:
                 max_chain=chain if parent is not None else None,
                 leave_running=not self.operation.stop,
                 cpu_memory=self.config.cpu_memory,
-                layout="packed",
+                layout="criu" if in_memory else "packed",
+                tier="ram" if in_memory else "disk",
                 criu=self.config.criu,
                 criu_args=tuple(words),
             )
@@ -239,6 +242,12 @@ class Work:
                 remove_failed(entry.directory)
 
 
+def is_in_memory(operation: Operation, config: Config) -> bool:
+    """Whether its checkpoint goes into memory first. Of a job that ends with it nothing else is
+    left: that one goes to the disk."""
+    return config.tier == "ram" and not operation.subject.engine and not operation.stop
+
+
 def _make(store: Path, directory: Path) -> None:
     levels = len(directory.relative_to(store).parts) + 1
     try:
@@ -306,4 +315,5 @@ def _figures(
         incremental=incremental and not (statistics is not None and statistics.full_because),
         emulated=statistics is not None and statistics.emulated,
         verified=verified,
+        tier=tier_of(images).value,
     )

@@ -15,8 +15,11 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <filesystem>
 #include <fstream>
 #include <string>
+#include <vector>
 
 using namespace gpustasis;
 using sample::Memory;
@@ -90,6 +93,54 @@ void pages_of_the_pool_are_written_into() {
         struct stat status {};
         CHECK(::fstatat(dump.directory(), "x.img", &status, 0) == 0);
         CHECK(static_cast<std::uint64_t>(status.st_size) == written.file_size);
+    }
+}
+
+std::vector<std::uint64_t> sizes_in_pool(const Place& place) {
+    std::vector<std::uint64_t> sizes;
+    for (const auto& file : std::filesystem::directory_iterator(place.path(kArenaPool)))
+        sizes.push_back(file.file_size());
+    std::ranges::sort(sizes);
+    return sizes;
+}
+
+// An incremental dump is to leave the large file to the next one, which is to find its pages there.
+void a_large_file_goes_back_to_the_pool() {
+    constexpr std::uint64_t kLarge = 32 * kMib;
+    struct Case {
+        std::size_t chunks;
+        std::uint64_t limit; // MiB
+        bool returned;
+    };
+    for (const Case& one : {Case{33, 64, true}, Case{1024, 64, true}, Case{2100, 64, false},
+                            Case{1024, 33, false}}) { // no room for both
+        Place place;
+        place.config.limit = one.limit * kMib;
+        ArenaDump dump(place.config, place.images.fd());
+        put_in_pool(place, "0", kLarge);
+        struct stat before {}, after {};
+        CHECK(::stat((place.path(kArenaPool) + "/0").c_str(), &before) == 0);
+        Memory memory = noise(one.chunks, 11);
+        std::int64_t added = 0;
+        dump.write("x.img", kChunk, 0, added, [&](ImageOutput& output) {
+            return write_image(output, info_of(dump, memory), memory, {.compress = false});
+        });
+        const ImageReader image = ImageReader::open(dump.directory(), "x.img");
+        image.verify(1);
+        write_image(place.images.fd(), "x.img", info_of(dump, memory), memory, {.compress = false});
+        CHECK(sample::read_file(dump.directory(), "x.img") ==
+              sample::read_file(place.images.fd(), "x.img"));
+        CHECK(::fstatat(dump.directory(), "x.img", &after, 0) == 0);
+        CHECK((before.st_ino == after.st_ino) == !one.returned);
+        CHECK(sizes_in_pool(place) ==
+              (one.returned ? std::vector{kLarge} : std::vector<std::uint64_t>{}));
+        const auto size = static_cast<std::int64_t>(image.file_size());
+        CHECK(added == (one.returned ? size : size - static_cast<std::int64_t>(kLarge)));
+        CHECK(::faccessat(dump.directory(), ".x.img.part", F_OK, 0) != 0);
+        CHECK(::faccessat(dump.directory(), "..x.img.part.part", F_OK, 0) != 0);
+        Memory next = noise(512, 12); // the next one takes it
+        write(dump, next, "y.img");
+        ImageReader::open(dump.directory(), "y.img").verify(1);
     }
 }
 
@@ -253,6 +304,7 @@ void what_it_cannot_do_is_refused_by_name() {
 int main() {
     an_arena_is_made_in_memory_alone();
     pages_of_the_pool_are_written_into();
+    a_large_file_goes_back_to_the_pool();
     the_bytes_are_those_of_a_file_on_a_disk();
     a_limit_is_kept();
     the_pool_makes_room();
