@@ -12,6 +12,7 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
+#include <exception>
 #include <utility>
 #include <vector>
 
@@ -22,7 +23,8 @@ constexpr std::uint32_t kMaxAlignment = 4096; // docs/format.md: of chunks in th
 // An image that takes a quarter of its file, or less, is copied out of it. Below this a file is soon filled anew.
 constexpr std::uint64_t kMuchSmaller = 4;
 constexpr std::uint64_t kWorthReturning = std::uint64_t{16} << 20;
-constexpr std::size_t kCopied = std::size_t{256} << 10; // at once: it stays in the processor's cache
+constexpr std::size_t kCopied = std::size_t{256}
+                                << 10; // at once: it stays in the processor's cache
 
 } // namespace
 
@@ -57,8 +59,9 @@ UniqueFd take_from_pool(int arena, int directory, const std::string& part) {
 
 ArenaOutput::ArenaOutput(ArenaRoom& room, int arena, int directory, const std::string& name,
                          std::uint32_t alignment)
-    : room_(room), arena_(arena), directory_(directory), name_(name), part_(PartFile::part_name(name)),
-      alignment_(alignment), file_(take_from_pool(arena, directory, part_)) {
+    : room_(room), arena_(arena), directory_(directory), name_(name),
+      part_(PartFile::part_name(name)), alignment_(alignment),
+      file_(take_from_pool(arena, directory, part_)) {
     if (!file_) {
         file_ = UniqueFd(::openat(directory, part_.c_str(),
                                   O_RDWR | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC,
@@ -133,23 +136,24 @@ void ArenaOutput::write(std::uint64_t offset, MutBytes buffer, std::size_t size)
 
 // The image has its name last: whoever is killed in between leaves no dump that is whole.
 bool ArenaOutput::return_to_pool(std::uint64_t size) {
-    if (backed_ < kWorthReturning || paid_ != backed_ || size > backed_ / kMuchSmaller)
+    if (backed_ < kWorthReturning || size > backed_ / kMuchSmaller)
         return false;
     const UniqueFd pool(
         ::openat(arena_, kArenaPool, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC));
     if (!pool)
         return false;
-    std::uint64_t paid = 0;
+    bool taken = false;
     const std::string copy = PartFile::part_name(part_);
     try {
-        pay(size);
-        paid = size;
+        std::vector<std::byte> buffer(kCopied);
+        taken = room_.try_take(size, backed_);
+        if (!taken)
+            return false;
         const UniqueFd file(::openat(directory_, copy.c_str(),
                                      O_RDWR | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC,
                                      S_IRUSR | S_IWUSR));
         if (!file)
             throw io_error("create " + copy, errno);
-        std::vector<std::byte> buffer(kCopied);
         for (std::uint64_t done = 0; done < size; done += kCopied) {
             const MutBytes piece = MutBytes(buffer).first(std::min(kCopied, size - done));
             read_at(file_.get(), done, piece);
@@ -161,11 +165,15 @@ bool ArenaOutput::return_to_pool(std::uint64_t size) {
             ::renameat(directory_, part_.c_str(), pool.get(),
                        ("returned-" + std::to_string(status.st_ino)).c_str()) != 0)
             throw io_error("give " + part_ + " to the arena's pool", errno);
-    } catch (const Error&) { // as where there is no room for both
+    } catch (const std::exception&) { // the image is whole where it is
         ::unlinkat(directory_, copy.c_str(), 0);
-        give(paid);
+        if (taken)
+            room_.give(size);
         return false;
     }
+    added_ += static_cast<std::int64_t>(size);
+    if (paid_ > backed_) // reserved, and not written: what was is in a quarter of the file
+        give(paid_ - backed_);
     paid_ = size; // the rest is the pool's, as it was
     part_ = copy;
     return true;

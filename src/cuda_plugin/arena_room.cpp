@@ -212,16 +212,28 @@ void ArenaRoom::reserve(const ArenaNeed& need, bool may_wait) {
     }
 }
 
+// What the host lacks for a moment, as while tasks are staged, is not lost to the arena for good.
+bool ArenaRoom::is_left(std::uint64_t bytes) {
+    if (seen_ < bytes)
+        seen_ = std::min(room_now(), std::max(bytes, kLookAgain));
+    return seen_ >= bytes;
+}
+
+bool ArenaRoom::try_take(std::uint64_t bytes, std::uint64_t returned) {
+    const std::lock_guard lock(mutex_);
+    const std::uint64_t most = config_.pool != 0 ? config_.pool : limit_of(config_) / 2;
+    if (size_in(arena_, kArenaPool).written + returned > most || free_ < signed_of(bytes) ||
+        !is_left(bytes))
+        return false;
+    free_ -= signed_of(bytes);
+    seen_ -= bytes;
+    return true;
+}
+
 std::uint64_t ArenaRoom::take(std::uint64_t bytes) {
     const std::lock_guard lock(mutex_);
     std::uint64_t of_pool = 0;
-    // What the host lacks for a moment, as while tasks are staged, is not lost to the arena for good.
-    const auto is_left = [&] {
-        if (seen_ < bytes)
-            seen_ = std::min(room_now(), std::max(bytes, kLookAgain));
-        return seen_ >= bytes;
-    };
-    while (free_ < signed_of(bytes) || !is_left()) {
+    while (free_ < signed_of(bytes) || !is_left(bytes)) {
         const std::uint64_t freed = shrink_pool(arena_);
         if (freed == 0)
             throw io_error("the arena has no room for more: " + mib(limit_of(config_)) +

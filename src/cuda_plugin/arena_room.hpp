@@ -64,6 +64,11 @@ public:
     /// these had. By several threads at once. Throws Error: io, as a disk that is full, if there is no room.
     std::uint64_t take(std::uint64_t bytes);
 
+    /// Take `bytes` for a copy of what is in a file of `returned` bytes, which goes back to the pool. False: there is no room
+    /// without taking more of the pool, or the pool would be larger than it may be. By several threads at once. Throws
+    /// Error: io.
+    bool try_take(std::uint64_t bytes, std::uint64_t returned);
+
     /// `bytes` that were taken are about to be written, and `unwritten` more later: the host's memory is looked at again, now
     /// and then. By several threads at once. Throws as take().
     void use(std::uint64_t bytes, std::uint64_t unwritten);
@@ -76,6 +81,7 @@ public:
 
 private:
     std::string why_not(const ArenaNeed& need);
+    bool is_left(std::uint64_t bytes);
 
     const ArenaConfig& config_;
     int arena_;

@@ -32,10 +32,10 @@ from support.agent import Agent, ask
 from support.criu_roots import newest_criu
 from support.job import Job, check_memory
 from support.json_output import check_document
+from support.pids import sleep_as
 
 Agents = Callable[..., Agent]
 Generations = Callable[..., Job]
-_CLONE3 = 435  # asm-generic/unistd.h
 _PTRACE_SEIZE = 0x4206  # linux/ptrace.h
 COUNTER = "import time\nprint('ready', flush=True)\nwhile True: time.sleep(0.01)"
 
@@ -300,13 +300,7 @@ def test_another_process_is_not_taken_for_the_one_that_was_meant(
 @contextmanager
 def started_as(pid: int) -> Iterator[None]:
     """A process that sleeps, with that pid."""
-    numbers = (ctypes.c_int * 1)(pid)
-    # linux/sched.h, struct clone_args: all else is 0, as for fork(2)
-    words = (ctypes.c_uint64 * 11)(*[0] * 4, signal.SIGCHLD, 0, 0, 0, ctypes.addressof(numbers), 1)
-    found = ctypes.CDLL(None, use_errno=True).syscall(_CLONE3, words, ctypes.sizeof(words))
-    if found == 0:
-        os.execv("/bin/sleep", ["sleep", "60"])
-    assert found == pid, os.strerror(ctypes.get_errno())
+    sleep_as(pid)
     try:
         yield
         assert os.waitpid(pid, os.WNOHANG) == (0, 0), "it was ended"

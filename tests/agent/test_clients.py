@@ -40,15 +40,20 @@ for line in sys.stdin.buffer:
         pass
     sys.stdout.buffer.write(answers.readline())
 """
-# Opens so many connections, says how many were not hung up on, and holds them.
+# Opens so many connections, holds them until all but so many are hung up on, or for a minute; says
+# how many were not, and holds them.
 HOLD = """
 import select, socket, sys, time
-held = []
+held, most = [], int(sys.argv[3])
 for _ in range(int(sys.argv[2])):
     sock = socket.socket(socket.AF_UNIX); sock.connect(sys.argv[1]); held.append(sock)
-time.sleep(1)
-refused = select.select(held, [], [], 0)[0]
-print(len(held) - len(refused), flush=True)
+end = time.monotonic() + 60
+while True:
+    left = len(held) - len(select.select(held, [], [], 0)[0])
+    if left <= most or time.monotonic() > end:
+        break
+    time.sleep(0.1)
+print(left, flush=True)
 sys.stdin.read()
 """
 PYTHON = "/usr/bin/python3"
@@ -236,7 +241,7 @@ def test_lines_that_are_too_long_or_never_end(module_agent: Agent) -> None:
 
 def test_a_thousand_connections_of_a_user_keep_nobody_out(agents: Agents) -> None:
     agent = agents(f"users = [{NOBODY}, {OTHER}]\n")
-    words = [PYTHON, "-c", HOLD, str(agent.socket), "1000"]
+    words = [PYTHON, "-c", HOLD, str(agent.socket), "1000", str(MAX_PER_USER)]
     holder = subprocess.Popen(
         as_user(NOBODY, *words), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )

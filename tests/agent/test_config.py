@@ -125,7 +125,7 @@ def test_the_documentation_has_every_key_and_its_default(repository: Path) -> No
     assert set(found) == set(_KEYS)
     for field in fields(Config):
         if field.name != "targets":
-            assert found[field.name] == shown(getattr(Config(), field.name)), field.name
+            assert found[field.name] == shown(field.name, getattr(Config(), field.name))
     found = table(repository, "Targets")
     assert set(found) == {"name", *_TARGET_KEYS}
     default = Target(name="x")
@@ -135,13 +135,15 @@ def test_the_documentation_has_every_key_and_its_default(repository: Path) -> No
     assert found["verify"] == "`false`"
 
 
-def shown(value: Any) -> str:
+def shown(key: str, value: Any) -> str:
     if value in (None, "", ()):
         return "none"
     if isinstance(value, float):
         return f'`"{value:g}s"`'
     if isinstance(value, frozenset):
         return "`[]`"
+    if key == "drain_rate":  # a size, as the others, and of another order
+        return f'`"{value}"`'
     if isinstance(value, int) and value >= 1 << 30:
         return f'`"{value >> 30}G"`'
     return f"`{value}`" if isinstance(value, int) else f'`"{value}"`'

@@ -53,7 +53,7 @@ def criu_at(place: Path) -> list[int]:
 
 def begin(agent: Agent, emulator: Emulator, pid: int, *, stop: bool) -> dict[str, Any]:
     """A checkpoint whose criu is in the middle of it."""
-    emulator.add_fault("checkpoint", "delay", delay_ms=1500)
+    emulator.add_fault("checkpoint", "delay", delay_ms=6000)
     with agent.client() as client:
         id = client.checkpoint(pid=pid, stop=stop, wait=False)["id"]
     agent.wait_for(lambda: agent.operation(id)["place"])

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The agent's checkpoints with tier = "ram": in memory at first, then on the disk, whoever is killed
-in between."""
+"""The agent's checkpoints with tier = "ram": in memory at first, then on the disk, whoever is
+killed in between."""
 
 from __future__ import annotations
 
@@ -47,6 +47,10 @@ def tier_said(agent: Agent, id: str) -> str:
     return str(figures["tier"]) if figures is not None else ""
 
 
+def await_durable(agent: Agent, id: str) -> None:
+    agent.wait_for(lambda: tier_said(agent, id) == "durable")
+
+
 def checkpoint(agent: Agent, **options: Any) -> dict[str, Any]:
     with agent.client() as client:
         found = client.checkpoint(**options)
@@ -68,12 +72,12 @@ def test_it_is_in_memory_when_it_is_done_and_on_the_disk_soon_after(
     agent = agents(RAM + TARGET.format(pidfile=pidfile), config=keys(arena))
     first = checkpoint(agent, target="train")
     assert first["figures"]["tier"] in ("local", "durable") and first["figures"]["verified"]
-    agent.wait_for(lambda: tier_said(agent, first["id"]) == "durable")
+    await_durable(agent, first["id"])
     require_whole_on_disk(Path(first["place"]))
     assert look_into(arena).kept == []
     second = checkpoint(agent, target="train")
     assert second["figures"]["incremental"]
-    agent.wait_for(lambda: tier_said(agent, second["id"]) == "durable")
+    await_durable(agent, second["id"])
     stored = agent.operation(second["id"])["figures"]["stored_bytes"]
     assert 0 < stored < agent.operation(first["id"])["figures"]["stored_bytes"]
     require_whole_on_disk(Path(second["place"]))
@@ -108,7 +112,7 @@ def test_a_job_is_checkpointed_again_while_its_last_one_is_drained(
     assert agent.metric("gpustasis_agent_local") == 2
     assert json.loads(agent.get("/healthz")[1])["local"] == 2
     for one in found:
-        agent.wait_for(lambda id=one["id"]: tier_said(agent, id) == "durable")
+        await_durable(agent, one["id"])
         require_whole_on_disk(Path(one["place"]))
     check_memory(job, 0)
 

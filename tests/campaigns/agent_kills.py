@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The agent is killed with SIGKILL, alone, with criu, with the plugin's worker, and with both, while
-it makes checkpoints in memory, writes down that one is made, and drains them.
+"""The agent is killed with SIGKILL, alone, with criu, with the plugin's worker, and with both,
+while it makes checkpoints in memory, writes down that one is made, and drains them.
 
 The job runs on, and is exact: by criu or the worker where one is left, else by the agent that is
 started next. That one says `done` of each checkpoint that is whole, and of no other, and drains
-it. The checkpoint that the killed agent was draining meanwhile becomes durable as well. In the arena
-is nothing that nobody needs."""
+it. The checkpoint that the killed agent was draining meanwhile becomes durable as well. In the
+arena is nothing that nobody needs."""
 
 from __future__ import annotations
 
@@ -99,8 +99,9 @@ class _Place:
     done: int = 0
 
     def operation(self, id: str) -> dict[str, Any]:
-        """As it is on the disk: an agent that stands still answers nothing."""
-        found: dict[str, Any] = json.loads((self.agent.store / "operations" / f"{id}.json").read_text())
+        """As it is on the disk: an agent that was killed answers nothing."""
+        path = self.agent.store / "operations" / f"{id}.json"
+        found: dict[str, Any] = json.loads(path.read_text())
         return found
 
 
@@ -116,14 +117,14 @@ def run(
     tally = Tally()
     older = make_older(rig, arena)
     with tempfile.TemporaryDirectory(prefix="agent-") as name:  # short: a socket's path is
-        os.chmod(name, 0o755)
         agent = Agent(Path(name), rig.environ, rig.criu, _LINES)
         agent.start()
         try:
             place = _Place(rig, arena, agent, older)
             with Jobs(lambda: start_job(rig)) as jobs:
-                _hit(place, jobs, tally, random, each, [one for one in ALL_OF_DUMP if one in phases])
-                _hit(place, jobs, tally, random, each, [one for one in ALONE if one in phases])
+                for some in (ALL_OF_DUMP, ALONE):
+                    wanted = [one for one in some if one in phases]
+                    _hit(place, jobs, tally, random, each, wanted)
         finally:
             agent.close()
     try:
@@ -200,7 +201,6 @@ def _kill(
         assert time.monotonic() < deadline, "the agent does not begin"
         time.sleep(WATCH_S)
     images = Path(place.operation(id)["place"])
-    watch.follow(images)
     dump = _Dump(place, id, images, watch)
     later = _ORDER[_ORDER.index(phase) :]
     while dump.phase() not in later:
@@ -209,9 +209,8 @@ def _kill(
     end = time.monotonic() + seconds
     while dump.phase() != END and time.monotonic() < end:
         time.sleep(WATCH_S)
-    agent = place.agent.process
-    assert agent is not None
-    signal_all([agent.pid], signal.SIGSTOP)
+    # First: what stands still when its parent dies gets a SIGHUP of the kernel.
+    place.agent.stop(signal.SIGKILL)
     found = _criu_at(images)
     signal_all(found, signal.SIGSTOP)
     workers = workers_of(images, place.arena)
@@ -227,7 +226,6 @@ def _kill(
     killed.done = killed.phase != END and not lacks and (in_dump or is_alone)
     if in_dump and found and who in (Who.WITH_CRIU, Who.ALL):
         killed.criu_in, killed.proofs = watch.phase(), criu_code.proofs(job.pids)
-    place.agent.stop(signal.SIGKILL)
     signal_all(victims, signal.SIGKILL)
     signal_all([one for one in (*found, *workers) if one not in victims], signal.SIGCONT)
     return id, killed
@@ -246,7 +244,9 @@ class _Dump:
     def phase(self) -> str:
         if not self.criu:
             self.criu = _criu_at(self.images)
-            if not self.criu and self.place.operation(self.id)["state"] == "running":
+            if self.criu:
+                self.watch.follow(_log_of(self.criu[0]))
+            elif self.place.operation(self.id)["state"] == "running":
                 return BEFORE if not self._is_written() else NOTING
         if any(os.path.exists(f"/proc/{pid}") for pid in self.criu):
             return _OF_DUMP.get(self.watch.phase(), AFTER)
@@ -256,6 +256,15 @@ class _Dump:
 
     def _is_written(self) -> bool:
         return is_there(self.images / "stats-dump")
+
+
+def _log_of(criu: int) -> Path:
+    """Where it logs to, as it was told: the file has its name in the image directory at the end."""
+    with suppress(FileNotFoundError, ProcessLookupError):
+        words = Path(f"/proc/{criu}/cmdline").read_bytes().split(b"\0")
+        if b"--log-file" in words:
+            return Path(os.fsdecode(words[words.index(b"--log-file") + 1]))
+    return Path("/nonexistent")
 
 
 def _criu_at(images: Path) -> list[int]:
@@ -274,7 +283,8 @@ def _settle(place: _Place, id: str) -> None:
     """Until the next agent has said what became of it."""
     place.agent.start()
     place.agent.wait_for_state(id, "done", "interrupted", "failed")
-    settle(Path(place.operation(id)["place"]), place.arena)
+    with suppress(FileNotFoundError):  # it was not made yet
+        settle(Path(place.operation(id)["place"]), place.arena)
 
 
 def _judge(place: _Place, id: str, beside: str, job: SteadyJob | None) -> str:
@@ -307,4 +317,3 @@ def _require_durable(images: Path) -> None:
     assert tier_of(images) == Tier.DURABLE, f"{images} is in memory alone, and nobody drains it"
     problems = verify_directory(images).problems
     assert not problems, f"{images}: {problems[0]}"
-

@@ -375,7 +375,11 @@ def _log(images: Path) -> str:
 
 def phase_in_log(images: Path, phases: Sequence[str]) -> str:
     """In which of these phases a dump is, or was killed, by criu's log."""
-    text = _log(images)
+    return phase_in(_log(images), phases)
+
+
+def phase_in(text: str, phases: Sequence[str]) -> str:
+    """The same by what is in that log."""
     phase = next(name for name in reversed(phases) if _PHASES[name] in text)
     if phase == _DROP:  # the next task goes through checkpoint and drop again
         begun = {_PHASES["checkpoint"]: "checkpoint", _PHASES[_DROP]: _DROP}

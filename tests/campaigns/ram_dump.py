@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from campaigns.kill_points import phase_in_log, phases_of
+from campaigns.kill_points import phase_in, phase_in_log, phases_of
 from campaigns.rig import GPU_MEMORY, SETTLE_S, Rig, with_config, workers
 from campaigns.steady_job import SteadyJob
 from gpustasis._core import ARENA_MARKER, ARENA_OWNER
@@ -116,13 +116,17 @@ class Watch:
         self._images, self._arena = images, arena
         self._known = set(self._names())
         self._stored: Path | None = None
+        self._log: Path | None = None
 
-    def follow(self, images: Path) -> None:
-        """Its image directory, where that was not known before."""
-        self._images = images
+    def follow(self, log: Path) -> None:
+        """Its log, where the image directory was not known before."""
+        self._log = log
 
     def phase(self) -> str:
-        phase = phase_in_log(self._images, _OF_LOG)
+        if self._log is None:
+            phase = phase_in_log(self._images, _OF_LOG)
+        else:
+            phase = phase_in(self._log.read_text() if self._log.exists() else "", _OF_LOG)
         return STORING if phase == _CHECKPOINT and self._is_writing() else phase
 
     def _is_writing(self) -> bool:

@@ -19,7 +19,7 @@ from support.containerd_node import Container, ContainerdNode
 from support.engine_gpu import install
 from support.engine_root import EngineRoot
 
-LOOK_S = 10
+LOOK_S = 30
 CONFIG = "/etc/containerd/config.toml"
 BASE = "/etc/containerd/gpustasis.json"
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs/operating.md"

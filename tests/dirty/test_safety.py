@@ -17,8 +17,8 @@ import pytest
 from gpustasis._core import DirtyTracker, UnsupportedDataError
 from support.dirty_target import PAGE, Target, running
 
-WAIT_MS = 600
-LATE_MS = 500  # of a machine that is busy with other things
+WAIT_MS = 3000  # trackers come and go meanwhile
+LATE_MS = 10_000  # of a machine that is busy with other things
 FOREVER = "exec sleep 1000"
 
 
@@ -101,15 +101,16 @@ def test_a_process_without_its_main_thread_is_refused(
 
 
 def test_no_signal_is_lost(blocked: Callable[..., subprocess.Popen[str]]) -> None:
-    process = blocked("signals", 1500)
+    process = blocked("signals", 20_000)
     sent = 0
-    deadline = time.monotonic() + 1.0
-    while time.monotonic() < deadline:
+    begin = time.monotonic()
+    while (sent <= 20 or time.monotonic() < begin + 1) and time.monotonic() < begin + 15:
         os.kill(process.pid, signal.SIGUSR1)
         sent += 1
         DirtyTracker(process.pid, "write-protect").close()
         while int(status(process.pid, "ShdPnd"), 16) | int(status(process.pid, "SigPnd"), 16):
             time.sleep(0.001)  # two pending ones of the same number would be one
+    os.kill(process.pid, signal.SIGUSR2)  # it has counted all
     output, _ = process.communicate(timeout=30)
     assert output == f"good {sent}\n"
     assert sent > 20

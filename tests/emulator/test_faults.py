@@ -130,8 +130,8 @@ def test_hang_ends_only_with_the_process(
     emulator.add_fault("get_state" if call == "state" else call, "hang")
     argv = [str(checkpoint_call), call, str(job.pid), *words(call)]
     with ended(subprocess.Popen(argv, env=emulator_environ, stdout=subprocess.PIPE)) as hanging:
-        await_caller(hanging.pid)
-        time.sleep(0.3)
+        await_hit(emulator)
+        time.sleep(0.3)  # it has its answer by then, if there is one
         assert hanging.poll() is None
     again = [str(checkpoint_call), "state", str(job.pid)]
     with ended(subprocess.Popen(again, env=emulator_environ, stdout=subprocess.PIPE)) as hanging:
@@ -171,9 +171,10 @@ def test_caller_killed_while_it_waits_for_the_lock_leaves_the_target_running(
 ) -> None:
     emulator.set("lock_drain_ms", "5000")
     job = vectors()
+    emulator.add_fault("lock", "delay", delay_ms=1)  # it is met when the target has been asked
     argv = [str(checkpoint_call), "lock", str(job.pid)]
     with subprocess.Popen(argv, env=emulator_environ, stdout=subprocess.PIPE) as dying:
-        await_caller(dying.pid)
+        await_hit(emulator)
         time.sleep(0.2)
         dying.kill()
     begin = time.monotonic()
@@ -252,10 +253,10 @@ def test_times_can_be_set(vectors: Callable[..., Job], caller: Call, emulator: E
     assert caller("lock", job.pid)[0] == SUCCESS
     started = time.monotonic()
     assert caller("checkpoint", job.pid)[0] == SUCCESS
-    assert 0.48 <= time.monotonic() - started < 3
+    assert 0.48 <= time.monotonic() - started < 30  # with the start of a process
     started = time.monotonic()
     assert caller("restore", job.pid, "init")[0] == SUCCESS
-    assert 0.29 <= time.monotonic() - started < 3
+    assert 0.29 <= time.monotonic() - started < 30
 
 
 @pytest.mark.parametrize(

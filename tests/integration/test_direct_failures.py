@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,18 @@ def slow_rig(newest_criu: Criu, programs: Programs, tmp_path: Path) -> Iterator[
 
 def errors(images: Path) -> str:
     return log_path(images, "dump").read_text(errors="replace")
+
+
+def begun_in(images: Path) -> Path:
+    """The record of a process that is being checkpointed into them. Tests that run beside this one
+    may remove theirs meanwhile."""
+    found = []
+    for path in (RECORDS / "checkpointed").iterdir():
+        with suppress(FileNotFoundError):
+            if path.read_text().endswith(f"\n{images}"):
+                found.append(path)
+    (begun,) = found
+    return begun
 
 
 def test_criu_dies_and_the_worker_stores_all_and_brings_the_job_back(slow_rig: Rig) -> None:
@@ -124,11 +137,7 @@ def test_nobody_runs_a_process_whose_memory_was_being_put_back(slow_rig: Rig) ->
     with rig.job(mib=16) as job:
         images = rig.images()
         break_off(rig, job, images)
-        (begun,) = [
-            path
-            for path in (RECORDS / "checkpointed").iterdir()
-            if path.read_text().endswith(f"\n{images}")
-        ]
+        begun = begun_in(images)
         record = begun.read_bytes()
         filling = RECORDS / "filling" / begun.name
         recover(rig, job.pid, "-D", images)  # which makes one of its own, and removes it
@@ -164,11 +173,7 @@ def test_a_process_whose_memory_was_all_put_back_is_whole(slow_rig: Rig) -> None
     with rig.job(mib=16) as job:
         images = rig.images()
         break_off(rig, job, images)
-        (begun,) = [
-            path
-            for path in (RECORDS / "checkpointed").iterdir()
-            if path.read_text().endswith(f"\n{images}")
-        ]
+        begun = begun_in(images)
         lines = begun.read_text().split("\n")
         lines[2] = lines[2].removesuffix("0") + "1"
         recover(rig, job.pid, "-D", images)

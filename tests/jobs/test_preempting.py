@@ -154,7 +154,8 @@ def dumps(ring: Ring) -> list[str]:  # noqa: F811
 def test_a_checkpoint_that_is_not_decided_in_time_is_aborted(
     ring: Ring,  # noqa: F811
 ) -> None:
-    start(ring, "--grace", 8, "--reserve", 5, "--speed", "1T")
+    ring.ttl = 30  # a lease that is over would say something else of rank 3
+    start(ring, "--grace", 15, "--reserve", 5, "--speed", "1T")
     ring.wait(lambda: min(ring.steps_now()) > 50)
     ring.signal(3, signal.SIGSTOP)  # its keeper never joins
     ring.signal(1, signal.SIGTERM)

@@ -118,16 +118,27 @@ def test_a_rank_that_says_no_is_not_locked(ring: Ring) -> None:
     ring.wait_for_progress()
 
 
-def test_the_next_keeper_finds_the_tasks_as_they_were_left(ring: Ring) -> None:
+def slow_down_rank_1(ring: Ring, emulator: Emulator) -> None:
+    emulator.add_fault("checkpoint", "delay", delay_ms=3000, pid=ring.program_of(1))
+
+
+def stop_rank_1(ring: Ring) -> None:
+    """Its keeper, while its criu is at work; rank 2 has dumped then, and waits."""
+    ring.wait(lambda: "acting dump" in ring.log_whole(1))
+    ring.signal(1, signal.SIGSTOP)
+    ring.wait(Gate(ring.directory / "run" / ring.name / "2", Path("/none")).is_held)
+    ring.wait(lambda: "is waiting" in ring.log_whole(2).partition("acting dump")[2])
+
+
+def test_the_next_keeper_finds_the_tasks_as_they_were_left(ring: Ring, emulator: Emulator) -> None:
+    ring.ttl = 30  # rank 1 keeps its lease while it is stopped
     ring.start_all()
     ring.wait(lambda: min(ring.steps_now()) > 100)
+    slow_down_rank_1(ring, emulator)
     with ThreadPoolExecutor() as pool:
         asked = pool.submit(ring.job, "checkpoint", "--world", str(WORLD), "--leave-running")
-        ring.wait(lambda: "acting dump" in ring.log(1))
-        ring.signal(1, signal.SIGSTOP)
+        stop_rank_1(ring)
         gate = Gate(ring.directory / "run" / ring.name / "2", Path("/none"))
-        ring.wait(gate.is_held)
-        ring.wait(lambda: "is waiting" in ring.log(2).splitlines()[-1])
         ring.signal(2, signal.SIGKILL)
         ring.wait(lambda: ring.status(2) is not None)
         stands = ring.step(2)
@@ -175,17 +186,18 @@ def test_a_job_without_keepers_is_not_checkpointed(ring: Ring) -> None:
     assert "no epoch is a whole checkpoint" in unknown.stderr
 
 
-def test_a_criu_that_dies_before_the_decision_aborts_the_epoch(ring: Ring) -> None:
+def test_a_criu_that_dies_before_the_decision_aborts_the_epoch(
+    ring: Ring, emulator: Emulator
+) -> None:
     """Its rank has run on meanwhile; with a connection it may not come far (docs/jobs.md)."""
+    ring.ttl = 30  # as above
     ring.start_all()
     ring.wait(lambda: min(ring.steps_now()) > 100)
+    slow_down_rank_1(ring, emulator)
     with ThreadPoolExecutor() as pool:
         asked = pool.submit(ring.job, "checkpoint", "--world", str(WORLD))
-        ring.wait(lambda: "acting dump" in ring.log(1))
-        ring.signal(1, signal.SIGSTOP)
+        stop_rank_1(ring)
         place = ring.directory / "run" / ring.name / "2"
-        ring.wait(Gate(place, Path("/none")).is_held)
-        ring.wait(lambda: "is waiting" in ring.log(2).splitlines()[-1])
         criu = read_task(json.loads((place / "state.json").read_text())["pid"]).tracer
         os.kill(criu, signal.SIGKILL)
         ring.wait(lambda: "acting release" in ring.log(2))

@@ -69,7 +69,7 @@ def test_a_job_without_a_whole_checkpoint_ends_with_an_error(ring: Ring) -> None
 
 
 def test_it_starts_afresh_if_told_so(ring: Ring) -> None:  # noqa: F811
-    ring.steps = 500
+    ring.steps = 2000
     ring.start_all("--restarts", "1", "--afresh")
     ring.wait(lambda: min(ring.steps_now()) > 20)
     os.kill(ring.program_of(1), signal.SIGKILL)

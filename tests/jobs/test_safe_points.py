@@ -108,12 +108,12 @@ def test_a_rank_that_does_not_come_aborts_the_epoch(ring: Ring) -> None:
     """Nobody's connections were closed: all run on, also the one that did not come."""
     environ = dict(ring.environ)
     ring.environ = environ | {"SAFE_RANK_FORGETS": "2:40"}
-    ring.start_all("--safe-points", "--safe-point-limit", "2")
+    ring.start_all("--safe-points", "--safe-point-limit", "8")
     ring.wait(lambda: min(ring.steps_now()) > 60)
     made = ring.job("checkpoint", "--world", str(WORLD))
     assert made.returncode == JobError.exit_code, made.stderr
     assert re.search(r"rank 2, process \d+: its program has not come to call", made.stderr)
-    assert "within 2 s" in made.stderr
+    assert "within 8 s" in made.stderr
     ring.wait_for_progress()
     assert told(ring, "down") == [[]] * WORLD
     assert not any("lock-cuda" in ring.log_whole(rank) for rank in range(WORLD))

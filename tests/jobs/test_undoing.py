@@ -19,7 +19,7 @@ import pytest
 
 from gpustasis.criu.find import Criu
 from gpustasis.errors import JobError, StoreError
-from gpustasis.jobs import epochs, verified
+from gpustasis.jobs import checkpointing, epochs, verified
 from gpustasis.jobs.checkpointing import Checkpointing
 from gpustasis.jobs.local import Local
 from gpustasis.jobs.member import Outcome, Settings
@@ -208,7 +208,7 @@ def test_an_earlier_keepers_criu_is_found_whatever_its_program_is_called(context
     argv = ["sh", "-c", "read -r line", "criu-4.2", *words]
     with subprocess.Popen(argv, stdin=subprocess.PIPE) as criu:
         try:
-            wait_for(part.criu.is_there, "criu", 5)
+            wait_for(part.criu.is_there, "criu")
         finally:
             criu.kill()
     assert not part.criu.is_there()
@@ -303,7 +303,10 @@ def test_the_next_keeper_unlocks_what_was_left_locked(context: Context) -> None:
     assert not context.state.network
 
 
-def test_tasks_that_run_although_they_are_committed_are_killed_at_once(context: Context) -> None:
+def test_tasks_that_run_although_they_are_committed_are_killed_at_once(
+    context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpointing, "_ENDING_S", 60)  # so long others are waited for
     script = "for i in 1 2 3 4 5 6 7 8 9 10; do sleep 1000 & sleep 0.02; done; wait"
     with subprocess.Popen(["sh", "-c", script], start_new_session=True) as task:
         context.note(pid=task.pid, epoch=1)
@@ -312,7 +315,7 @@ def test_tasks_that_run_although_they_are_committed_are_killed_at_once(context: 
         begin = time.monotonic()
         time.sleep(0.1)  # others are made meanwhile
         part.finish(leave_running=False)
-        assert time.monotonic() - begin < 3
+        assert time.monotonic() - begin < 30
         assert living(task.pid) == []
 
 

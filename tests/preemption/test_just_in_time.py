@@ -15,7 +15,7 @@ import pytest
 from gpustasis.preemption.network import unlock
 from support.command import call
 from support.json_output import check_document
-from support.supervised import Supervised, end_session
+from support.supervised import Supervised, end_session, soon
 
 PAIR = Path(__file__).resolve().parent.parent / "programs" / "pair.py"
 CHECKPOINTED = 75
@@ -45,11 +45,11 @@ def flip_a_byte(path: Path) -> None:
 def test_three_starts_write_what_one_would_have_written(
     supervise: Supervise, tmp_path: Path
 ) -> None:
-    words = ("--keep-last", 1, PAIR, 300, 80, 0.02)
-    wrote = []
-    for line in ("\n20 ", "\n60 "):
+    words = ("--keep-last", 1, PAIR, 600, 80, 0.02)
+    wrote: list[str] = []
+    for _ in range(2):
         run = supervise(*words)
-        run.wait_for(line)
+        run.wait_for(soon(wrote) if wrote else "\n20 ")
         run.tell_to_end()
         assert run.wait() == CHECKPOINTED, run.said()
         wrote += run.wrote()
@@ -57,7 +57,7 @@ def test_three_starts_write_what_one_would_have_written(
     last = supervise(*words)
     assert last.wait() == 0, last.said()
     assert "goes on, restored from" in last.said()
-    assert len(wrote) < 300 and wrote + last.wrote() == sums(300)
+    assert len(wrote) < 600 and wrote + last.wrote() == sums(600)
 
     again = supervise(*words)  # it ended well: nobody wants its middle again
     again.wait_for("starts afresh")
@@ -97,13 +97,13 @@ def test_a_criu_that_hangs_is_killed_and_the_job_told_in_time(
 ) -> None:
     criu = slow_criu(600, 0)
     run = supervise(
-        "--criu", criu, "--grace", 10, "--reserve", 6, "--speed", "1T", PAIR, 5000, 8, 0.02
+        "--criu", criu, "--grace", 20, "--reserve", 16, "--speed", "1T", PAIR, 5000, 8, 0.02
     )
     run.wait_for("\n3 ")
     begin = time.monotonic()
     run.tell_to_end()
     assert run.wait() == 40, run.said()
-    assert 7 <= time.monotonic() - begin < 10
+    assert 12 <= time.monotonic() - begin < 20  # killed when half of the reserve is left
     assert "was killed after" in run.said()
     store = tmp_path / "store"
     assert names(store) == []
@@ -172,13 +172,13 @@ def test_sigterm_during_the_restore_makes_a_new_checkpoint(
 def test_a_damaged_checkpoint_is_named_and_stays_and_an_older_one_is_restored(
     supervise: Supervise, tmp_path: Path
 ) -> None:
-    words = (PAIR, 300, 8, 0.02)
+    words = (PAIR, 600, 8, 0.02)
     first = supervise(*words)
     first.wait_for("\n20 ")
     first.tell_to_end()
     assert first.wait() == CHECKPOINTED
     second = supervise(*words)
-    second.wait_for("\n40 ")
+    second.wait_for(soon(first.wrote()))
     second.tell_to_end()
     assert second.wait() == CHECKPOINTED
     store = tmp_path / "store"
@@ -188,7 +188,7 @@ def test_a_damaged_checkpoint_is_named_and_stays_and_an_older_one_is_restored(
     assert third.wait() == 0, third.said()  # nothing holds its connection back any more
     assert "jit-000002 cannot be restored: it is damaged: " in third.said()
     assert f"restored from {store}/jit-000001" in third.said()
-    assert first.wrote() + third.wrote() == sums(300)
+    assert first.wrote() + third.wrote() == sums(600)
     assert names(store) == ["jit-000001", "jit-000002"]
 
 

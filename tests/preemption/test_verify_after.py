@@ -17,7 +17,7 @@ from gpustasis import verifying
 from gpustasis.errors import VerificationError
 from gpustasis.verifying import Check, require_verified
 from preemption.test_just_in_time import CHECKPOINTED, PAIR, names, sums
-from support.supervised import Supervised
+from support.supervised import Supervised, soon
 
 Supervise = Callable[..., Supervised]
 
@@ -42,11 +42,6 @@ def checkpointed(run: Supervised, after: str) -> None:
     run.wait_for(after)
     run.tell_to_end()
     assert run.wait() == CHECKPOINTED, run.said()
-
-
-def soon(wrote: list[str]) -> str:
-    """A line that comes a little later than all that was written."""
-    return f"\n{int(wrote[-1].split()[0]) + 5} "
 
 
 def unverified(checkpoint: Path) -> object:

@@ -6,7 +6,8 @@
  *   sleep MS | read | poll MS | epoll MS | futex MS | sigtimedwait MS | compute MS
  *   exited MS        the main thread has ended; another one sleeps
  *   seccomp MS       sleeps under filters that kill at userfaultfd
- *   signals MS       sleeps in short naps and counts SIGUSR1; ends with how many there were
+ *   signals MS       sleeps in short naps and counts SIGUSR1, until SIGUSR2 comes; ends with how many
+ *                    there were
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -29,6 +30,7 @@
 #include <unistd.h>
 
 static volatile sig_atomic_t signals;
+static volatile sig_atomic_t is_over;
 static long wait_ms;
 
 static double now_ms(void) {
@@ -44,6 +46,11 @@ static struct timespec of_ms(long ms) {
 static void count_signal(int number) {
     (void)number;
     ++signals;
+}
+
+static void note_end(int number) {
+    (void)number;
+    is_over = 1;
 }
 
 /* An errno, or 0 if the call ended as it should. */
@@ -87,7 +94,7 @@ static int wait_in(const char* mode) {
         return 0;
     }
     if (strcmp(mode, "signals") == 0) {
-        for (double end = now_ms() + (double)wait_ms; now_ms() < end;)
+        for (double end = now_ms() + (double)wait_ms; !is_over && now_ms() < end;)
             poll(NULL, 0, 1);
         return 0;
     }
@@ -134,6 +141,7 @@ int main(int argc, char** argv) {
     setvbuf(stdout, NULL, _IOLBF, 0);
     prctl(PR_SET_PDEATHSIG, SIGKILL);
     signal(SIGUSR1, count_signal);
+    signal(SIGUSR2, note_end);
     if (strcmp(argv[1], "sigtimedwait") == 0) {
         sigset_t set;
         sigemptyset(&set);

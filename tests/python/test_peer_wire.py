@@ -328,13 +328,13 @@ def test_what_takes_long_is_waited_for(
 
     def slowly(directory: Path, on_progress: Any) -> Any:
         for number in range(8):
-            time.sleep(0.25)
+            time.sleep(0.75)
             on_progress("gpustasis-7.img", number, 8)
         return verify_directory(directory)
 
     monkeypatch.setattr(copies, "verify_directory", slowly)
     make_local(tmp_path / "1", arena)
-    done = copy(tmp_path / "1", replace(nodes.sender, timeout_s=1))
+    done = copy(tmp_path / "1", replace(nodes.sender, timeout_s=3))
     assert [one.key for one in keeper.all()] == [done.key]
     assert nodes.sender.peer is not None
     fetch(nodes.sender.peer, nodes.sender, done.key, tmp_path / "back")
@@ -343,7 +343,7 @@ def test_what_takes_long_is_waited_for(
 
 def test_a_slow_rate_is_no_stall(nodes: Nodes, keeper: Copies, tmp_path: Path, arena: Path) -> None:
     make_local(tmp_path / "1", arena, tuple(f"P{number}" for number in range(64)))
-    begin = time.monotonic()
-    done = copy(tmp_path / "1", replace(nodes.sender, timeout_s=1), rate=128 << 10)
-    assert time.monotonic() - begin > done.bytes / (128 << 10) * 0.7
+    begin, rate = time.monotonic(), 43 << 10
+    done = copy(tmp_path / "1", replace(nodes.sender, timeout_s=3), rate=rate)
+    assert time.monotonic() - begin > done.bytes / rate * 0.7 > 3
     assert keeper.find(done.key) is not None

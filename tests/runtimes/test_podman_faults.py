@@ -221,7 +221,7 @@ def test_a_damaged_checkpoint_ends_at_once(
         *("podman", "--runtime", runtime, "container", "restore"),
         *("--import", "/mnt/shared/damaged.tar"),
         check=False,
-        timeout_s=20,
+        timeout_s=90,
     )
     (shared / "damaged.tar").unlink()
     assert done.returncode > 0, "the restore hangs"

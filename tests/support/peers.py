@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import socket
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -12,8 +13,11 @@ from pathlib import Path
 from gpustasis.peers.config import Address, Config
 from gpustasis.peers.serving import Server
 from support.certificates import Authority
+from support.ports import hold_port, port_of
 
 HOST = "127.0.0.1"
+HELD_PORTS = 64  # more than a test has
+_held: deque[socket.socket] = deque()
 
 # What a sender says of a copy that is to come.
 KEY = f"{'a' * 32}-{'b' * 16}"
@@ -46,9 +50,11 @@ class Nodes:
 
 
 def free_port() -> int:
-    with socket.create_server((HOST, 0)) as sock:
-        port: int = sock.getsockname()[1]
-        return port
+    """At which nobody listens before the test does."""
+    _held.append(hold_port(HOST))
+    if len(_held) > HELD_PORTS:
+        _held.popleft().close()
+    return port_of(_held[-1])
 
 
 def make_nodes(certificates: Path, memory: Path) -> Nodes:

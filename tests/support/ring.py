@@ -128,7 +128,7 @@ def _ip(*words: str) -> None:
 @dataclass(slots=True)
 class Ring:
     """store: words that name it. criu: of each rank; None: as the environment has it. interpreter:
-    of a program that needs one."""
+    of a program that needs one. ttl: of the keepers' leases, in seconds."""
 
     directory: Path
     network: Network
@@ -139,6 +139,7 @@ class Ring:
     steps: int = 100_000
     criu: str = ""
     interpreter: Sequence[str] = ()
+    ttl: int = 5
     keepers: list[subprocess.Popen[bytes] | None] = field(default_factory=lambda: [None] * WORLD)
     keepers_elsewhere: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
@@ -156,7 +157,8 @@ class Ring:
         argv = [*self.network.words(rank), sys.executable, "-m", "gpustasis", "-v", "job", "run"]
         argv += ["--job", self.name, "--rank", str(rank), "--world", str(WORLD), *self.store]
         argv += ["-D", str(self.directory / "kept"), "--run-directory", str(self.directory / run)]
-        argv += ["--ttl", "5", "--away", "4", *(["--criu", self.criu] if self.criu else []), *words]
+        argv += ["--ttl", str(self.ttl), "--away", "4"]
+        argv += [*(["--criu", self.criu] if self.criu else []), *words]
         if command:
             places = [f"{address}:{PORT}" for address in self.network.addresses]
             argv += [

@@ -18,9 +18,8 @@ from gpustasis import process
 from gpustasis.agent import containers
 from gpustasis.agent.config import Config
 from gpustasis.agent.operations import Operation, State
-from gpustasis.agent.subjects import held
-from gpustasis.agent.work import CRIU, require_whole
-from gpustasis.dump_records import find_begun, find_dropped
+from gpustasis.agent.subjects import held, tree_pids
+from gpustasis.agent.work import CRIU, needs_recovery, require_whole
 from gpustasis.errors import AgentError, CheckpointError, ImageError
 from gpustasis.image.store import read_entry
 from gpustasis.recovery import GUARDIAN_COMM, WORKER_COMM
@@ -116,18 +115,22 @@ def _users(place: Path) -> list[int]:
 
 
 def _job(operation: Operation) -> str:
-    """What became of the process, which is brought back if it needs that."""
+    """What became of the process and all below it, which are brought back if they need that."""
     subject = operation.subject
     if operation.boot != boot_id().hex():
         return f"{subject} has ended: the node was started anew"
     try:
         with held(subject.pid, subject.start_time):
-            if find_dropped(subject.pid) is None and find_begun(subject.pid) is None:
-                return f"{subject} runs"
-            argv = [sys.executable, "-m", "gpustasis", "recover", str(subject.pid)]
-            ended = process.run(argv, timeout_s=_RECOVER_S, shielded=True)
-            return ended.output.strip()[-500:] or f"recover ended with {ended.ending}"
+            said = [_recover(pid) for pid in tree_pids(subject.pid) if needs_recovery(pid)]
+            return "; ".join(said) or f"{subject} runs"
     except AgentError as exc:
         return str(exc)
     except (CheckpointError, ImageError, OSError) as exc:
         return f"it cannot be told whether {subject} runs: {exc}"
+
+
+def _recover(pid: int) -> str:
+    """What `gpustasis recover` says."""
+    argv = [sys.executable, "-m", "gpustasis", "recover", str(pid)]
+    ended = process.run(argv, timeout_s=_RECOVER_S, shielded=True)
+    return ended.output.strip()[-500:] or f"recover of {pid} ended with {ended.ending}"

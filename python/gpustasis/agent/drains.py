@@ -19,7 +19,7 @@ from gpustasis.agent.config import Config
 from gpustasis.agent.work import REQUESTED, TARGETS
 from gpustasis.draining.drain import drain
 from gpustasis.draining.priority import lower
-from gpustasis.errors import CheckpointError
+from gpustasis.errors import CheckpointError, ImageError
 from gpustasis.image.arena import Tier
 from gpustasis.image.directory import is_there
 from gpustasis.image.store import read_entry
@@ -114,8 +114,11 @@ class Drains:
         try:
             if not is_there(place / ARENA_MARKER):
                 return ""  # by somebody else, or it was pruned
-            if read_entry(place).incomplete:
-                log.warning("%s is not drained: %s", place, read_entry(place).incomplete)
+            entry = read_entry(place)
+            if entry.unread:
+                raise ImageError(entry.unread)
+            if entry.incomplete:
+                log.warning("%s is not drained: %s", place, entry.incomplete)
                 return ""
             drain(place, rate=self._config.drain_rate, on_progress=self._tell)
         except (CheckpointError, OSError) as exc:

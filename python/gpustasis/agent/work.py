@@ -214,7 +214,7 @@ class Work:
         if self.operation.stop and not alive:
             return  # what is right in it may be of use
         try:
-            if not alive or not any(map(_needs_recovery, tree_pids(process.pid))):
+            if not alive or not any(map(needs_recovery, tree_pids(process.pid))):
                 remove_failed(images, keep_log=True)
             self._remove_others(images.parent, _is_stripped)
         except (CheckpointError, OSError) as exc:
@@ -256,7 +256,7 @@ def _make(store: Path, directory: Path) -> None:
         raise AgentError(f"cannot use {exc.filename or directory}: {exc.strerror or exc}") from exc
 
 
-def _needs_recovery(pid: int) -> bool:
+def needs_recovery(pid: int) -> bool:
     """Whether the memory of its GPUs may be in a checkpoint alone."""
     return find_dropped(pid) is not None or find_begun(pid) is not None
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import click
 from gpustasis.cli import output
 from gpustasis.cli.framework import Command
 from gpustasis.cli.options import Size, threads_option
+from gpustasis.cli.stream_ends import new_file, standard_output
 from gpustasis.draining.drain import Drained
 from gpustasis.draining.drain import drain as drain_checkpoint
 from gpustasis.draining.priority import lower
@@ -19,6 +21,8 @@ from gpustasis.draining.waiting import peer_of, wait_for
 from gpustasis.errors import LocalError
 from gpustasis.image.arena import Tier
 from gpustasis.image.directory import allow_many_files
+from gpustasis.streaming.finished import require_sendable, send_finished
+from gpustasis.streaming.send import DEFAULT_TIMEOUT_S, Target
 from gpustasis.text import mib
 
 _IMAGES = click.Path(file_okay=False, exists=True, path_type=Path)
@@ -49,13 +53,42 @@ def drain_aside(images: Path, **options: Any) -> Drained:
     help="How memory is stored.",
 )
 @threads_option
-def drain(images: Path, rate_limit: int, compress: str, threads: int) -> None:
+@click.option(
+    *("-o", "--output", "output_to"),
+    metavar="FILE",
+    help="Then write the checkpoint as a stream to a new file; -: to standard output, as of a pipe "
+    "to an object store.",
+)
+def drain(
+    images: Path, rate_limit: int, compress: str, threads: int, output_to: str | None
+) -> None:
     """Bring the checkpoint in IMAGES, whose memory is in an arena (tier = "ram"), to the disk.
 
     The job runs on meanwhile; the drain runs with nice 19, and at the lowest level of the disk's
     best-effort class. What the checkpoint is built on is drained before, if it has to be. If the
-    drain fails, or is killed, the checkpoint is in memory as before: run it again.
+    drain fails, or is killed, the checkpoint is in memory as before: run it again. With -o one that
+    is on the disk already is only written as a stream; `gpustasis restore -i` restores that.
     """
+    with ExitStack() as opened:
+        target = None
+        if output_to is not None:
+            require_sendable(images)
+            target = (
+                standard_output(opened, DEFAULT_TIMEOUT_S, one_way=True)
+                if output_to == "-"
+                else new_file(opened, Path(output_to), DEFAULT_TIMEOUT_S)
+            )
+        _drain(images, rate_limit, compress, threads, output_to, target)
+
+
+def _drain(
+    images: Path,
+    rate_limit: int,
+    compress: str,
+    threads: int,
+    output_to: str | None,
+    target: Target | None,
+) -> None:
     with output.bars() as update:
         done = drain_aside(
             images,
@@ -71,8 +104,18 @@ def drain(images: Path, rate_limit: int, compress: str, threads: int) -> None:
         )
     if done.earlier:
         text += "; drained before it: " + ", ".join(map(str, done.earlier))
+    stream = None
+    if target is not None and output_to is not None:
+        sent = send_finished(images, target)
+        stream = {
+            "to": output_to,
+            "stream_id": sent.stream_id.hex(),
+            "files": sent.files,
+            "bytes": sent.bytes,
+        }
+        text += f"; {mib(sent.bytes)} in {sent.files} files went to {target.out.place}"
     output.answer(
-        {"state": Tier.DURABLE.value, **asdict(done)},
+        {"state": Tier.DURABLE.value, **asdict(done), "stream": stream},
         lambda: output.say(text),
     )
 

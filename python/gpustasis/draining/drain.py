@@ -13,7 +13,7 @@ import fcntl
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,9 +29,9 @@ from gpustasis._core import (
     write_manifest,
 )
 from gpustasis.criu.images import INVENTORY_NAME
-from gpustasis.draining.recycle import recycle
+from gpustasis.draining.recycle import UNSYNCED, arena_of, recycle
 from gpustasis.errors import CheckpointError, ImageError, LocalError
-from gpustasis.files import sync_directory
+from gpustasis.files import open_new, sync_directory
 from gpustasis.image.arena import (
     by_descriptor,
     find_marker,
@@ -41,7 +41,7 @@ from gpustasis.image.arena import (
     stored_directory,
 )
 from gpustasis.image.checkpoint import image_errors, parent_directory, require_not_sealed
-from gpustasis.image.directory import is_there, shared
+from gpustasis.image.directory import is_there, shared, try_exclude
 
 PATIENCE_S = 10.0  # waited for a dump that has just said that it is done
 _POLL_S = 0.05
@@ -115,16 +115,34 @@ def local_parent(directory: Path) -> Path | None:
 
 
 def owner_of(arena: Path) -> Path:
-    """The image directory of a checkpoint in an arena, found to be the one of its dump."""
+    """The image directory of a checkpoint in an arena, found to be the one of its dump. To drain it
+    by a new name notes that, unless it is durable: then it is looked for beside its old name.
+    Raises ImageError."""
     with image_errors():
         owner = read_arena_owner(arena)
     images = Path(owner.images)
-    if not is_images_of(images, owner):
-        raise ImageError(
-            f"{images} is not there, or another directory than the one that {arena} belongs to; if "
-            "that was renamed, drain it first, by its new name"
-        )
-    return images
+    if is_images_of(images, owner):
+        return images
+    with suppress(OSError):
+        for place in sorted(images.parent.iterdir()):
+            if is_images_of(place, owner) and is_there(place / MANIFEST_NAME):
+                _note_durable(arena, place)
+                return place
+    raise ImageError(
+        f"{images} is not there, or another directory than the one that {arena} belongs to; if "
+        "that was renamed, drain it first, by its new name; if it is durable already, give it its "
+        "old name back"
+    )
+
+
+def _note_durable(arena: Path, images: Path) -> None:
+    """So that its memory is given back when nothing is built on it any more. Who uses that now is
+    left alone; nobody else writes to it meanwhile."""
+    with suppress(OSError, ValueError, ImageError):
+        lock = try_exclude(arena)
+        if lock is not None:
+            with lock:
+                note_renamed(arena, images)
 
 
 def _drain_one(
@@ -149,21 +167,28 @@ def _drain_opened(
         if not is_marked:
             return (0, 0, 0, _durable(directory).checkpoint_id)
         marker = find_marker(directory)
-        assert marker is not None
-        arena = Path(marker.directory)
         done = (0, 0, 0)
         if not is_there(directory / MANIFEST_NAME):
+            if marker is None:  # it has no content: a dump syncs none
+                raise ImageError(
+                    f"the checkpoint in {directory} was never drained, and it is lost with the "
+                    f"last boot: {ARENA_MARKER} there is empty, as after a loss of power"
+                )
             done = _write(directory, rate, threads, compress, on_progress)
-        elif _durable(directory).checkpoint_id != marker.checkpoint_id:
+        # Else a drain was killed between its last steps.
+        checkpoint_id = _durable(directory).checkpoint_id
+        if marker is not None and marker.checkpoint_id != checkpoint_id:
             raise ImageError(
                 f"{directory}: {ARENA_MARKER} is of another checkpoint than the manifest"
             )
-        # Else a drain was killed between its last steps.
         with _writing(directory):
+            if marker is not None:
+                _take_time(Path(marker.directory), directory)
             (directory / ARENA_MARKER).unlink()
             sync_directory(directory)
-    recycle(arena.parent)
-    return (*done, marker.checkpoint_id)
+    if marker is not None and (arena := arena_of(marker)) is not None:
+        recycle(arena)
+    return (*done, checkpoint_id)
 
 
 def _durable(directory: Path) -> Manifest:
@@ -202,17 +227,26 @@ def _write(
                 rate=rate,
                 progress=tell,
             )
-            _sync_all(directory)
+            names = [task.image_name for task in drained.tasks if task.externalized]
+            _sync_all(directory, arena, names)
             write_manifest(directory, drained)
-            made = (arena / MANIFEST_NAME).stat()
-            os.utime(directory / MANIFEST_NAME, ns=(made.st_atime_ns, made.st_mtime_ns))
-    names = [task.image_name for task in drained.tasks if task.externalized]
     return len(names), total, sum((directory / name).stat().st_size for name in names)
+
+
+def _take_time(arena: Path, directory: Path) -> None:
+    """The manifest says when the checkpoint was made, and not when it was drained. Of one that is
+    durable the arena may be gone. Raises OSError."""
+    try:
+        made = (arena / MANIFEST_NAME).lstat()
+    except OSError:
+        return
+    os.utime(directory / MANIFEST_NAME, ns=(made.st_atime_ns, made.st_mtime_ns))
 
 
 def finished_manifest(directory: Path, arena: Path) -> Manifest:
     """The manifest of the local checkpoint in `directory`, whose images are in `arena`, if criu has
-    come to its end: what it writes last names this checkpoint. Raises ImageError."""
+    come to its end: what it writes last names this checkpoint. Raises ImageError, also if a drain
+    could not sync one of its files."""
     if not is_there(arena / MANIFEST_NAME) or not is_there(directory / INVENTORY_NAME):
         raise ImageError(
             f"{directory}: the dump was broken off: there is no checkpoint that could be drained"
@@ -223,7 +257,17 @@ def finished_manifest(directory: Path, arena: Path) -> Manifest:
         raise ImageError(
             f"{directory / INVENTORY_NAME} is not of the checkpoint whose images are in {arena}"
         )
+    if is_there(arena / UNSYNCED):
+        with image_errors():
+            raise _unsynced(directory / os.fsdecode((arena / UNSYNCED).read_bytes()))
     return manifest
+
+
+def _unsynced(file: Path) -> ImageError:
+    return ImageError(
+        f"{file} could not be synced: it may not be what was dumped, whatever a later sync says; "
+        "the checkpoint is only in memory, and is not drained any more: take another"
+    )
 
 
 def _parent_of(directory: Path, manifest: Manifest) -> Path | None:
@@ -246,15 +290,21 @@ def _memory_of(arena: Path, manifest: Manifest) -> int:
         )
 
 
-def _sync_all(directory: Path) -> None:
+def _sync_all(directory: Path, arena: Path, written: list[str]) -> None:
     """What criu has written, it has not synced; nor the name of its directory, which whoever
-    started it may have made a moment ago."""
+    started it may have made a moment ago. written: names of what the drain has written, as the next
+    one does again. Raises OSError; ImageError if another file cannot be synced."""
     with os.scandir(directory) as items:
         for item in items:
             if item.is_file(follow_symlinks=False):
                 fd = os.open(item.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
                 try:
                     os.fsync(fd)
+                except OSError as exc:
+                    if item.name in written:
+                        raise
+                    _note_unsynced(arena, item.name)
+                    raise _unsynced(directory / item.name) from exc
                 finally:
                     os.close(fd)
     sync_directory(directory)
@@ -262,6 +312,13 @@ def _sync_all(directory: Path) -> None:
         sync_directory(directory / "..")
     except PermissionError:
         os.sync()  # who may not read the directory above it cannot have that synced alone
+
+
+def _note_unsynced(arena: Path, name: str) -> None:
+    """Linux tells of such an error once: the next fsync of the file succeeds, whatever is on the
+    disk. That the note is there says so, even if there was no room for the name."""
+    with suppress(OSError), open_new(arena / UNSYNCED) as file:
+        file.write(os.fsencode(name))
 
 
 @contextmanager

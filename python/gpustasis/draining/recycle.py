@@ -25,6 +25,7 @@ from gpustasis._core import (
     ARENA_OWNER,
     MANIFEST_NAME,
     PARENT_LINK,
+    ArenaMarker,
     ArenaOwner,
     list_checkpoint_records,
     list_drop_records,
@@ -41,6 +42,10 @@ log = logging.getLogger(__name__)
 
 POOL = "pool"  # src/cuda_plugin/arena_dump.hpp
 RESERVED = "reserved"  # src/cuda_plugin/arena_room.hpp
+UNSYNCED = ".unsynced"  # of a drain: names a file of criu that may not be on the disk
+# What is written in the directory of a checkpoint: its name, and that of what is not complete yet.
+_FILE = rf"gpustasis-.+\.img|{PARENT_LINK}|{ARENA_OWNER}|{RESERVED}|{re.escape(UNSYNCED)}"
+_OF_DUMP = re.compile(rf"({_FILE})|\.({_FILE})\.part|\.\.({_FILE})\.part\.part")
 _ID = re.compile(r"[0-9a-f]{32}")
 # A dump writes the owner a moment after it has made the directory: one that is older is nobody's.
 _MAKING_S = 300.0
@@ -142,8 +147,7 @@ def size_of(directory: Path) -> int:
 def recycle(arena: Path) -> list[Path]:
     """Take the memory of all checkpoints back that are not needed in the arena any more; their
     directories there. Nothing is raised: who drains has done so, and the next one tries again. Nor
-    is anything touched if `arena` is no arena: the path may come from a marker, which anybody can
-    have written."""
+    is anything touched if `arena` is no arena, or what no dump has made."""
     freed: list[Path] = []
     failed: set[str] = set()
     try:
@@ -153,6 +157,22 @@ def recycle(arena: Path) -> list[Path]:
     except _ERRORS as exc:
         log.warning("memory of drained checkpoints in %s was not given back: %s", arena, exc)
     return freed
+
+
+def arena_of(marker: ArenaMarker) -> Path | None:
+    """The arena of the directory that a marker names, to be recycled. Anybody can have written the
+    marker: None if its checkpoint is not there, as stored_directory() wants it."""
+    try:
+        with _opened(Path(marker.directory)) as inside:
+            owner = read_arena_owner(inside)
+            if (owner.checkpoint_id, owner.boot_id) != (marker.checkpoint_id, marker.boot_id):
+                raise ImageError(f"{marker.directory} is of another checkpoint")
+            return inside.resolve().parent
+    except FileNotFoundError:
+        return None  # somebody was faster
+    except _ERRORS as exc:
+        log.warning("memory of a checkpoint in %s was not given back: %s", marker.directory, exc)
+        return None
 
 
 def give_up(directory: Path) -> None:
@@ -193,8 +213,8 @@ def _give_up(inside: Path, directory: Path) -> None:
 
 @contextmanager
 def _opened(arena: Path) -> Iterator[Path]:
-    """The arena, by a path that leads through a descriptor: whoever may write beside it cannot put
-    another directory in its place. Raises OSError, ValueError if it is no arena."""
+    """The arena, or a directory in it, by a path that leads through a descriptor: whoever may write
+    beside it cannot put another in its place. Raises OSError, ValueError if it is no such one."""
     fd = os.open(arena, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         inside = Path(f"/proc/self/fd/{fd}")
@@ -239,14 +259,27 @@ def _try_free(inside: Path, directory: Path, needs: Needs, largest: int) -> bool
     if lock is None:
         return False
     with lock:
+        if not is_there(directory / ARENA_OWNER):
+            _require_of_dump(directory)
         reserved.unlink(missing_ok=True)  # no dump is under way here
         if _why_needed(directory, _needs(inside)):
             return False
         owner = read_arena_owner(directory) if is_there(directory / ARENA_OWNER) else None
         if owner is not None and not _is_over(directory, owner):
             return False
-        _empty(inside, directory, owner, largest)
+        if owner is None and not os.listdir(directory):
+            directory.rmdir()  # which needs no pool
+        else:
+            _empty(inside, directory, owner, largest)
     return True
+
+
+def _require_of_dump(directory: Path) -> None:
+    """Raise ImageError if there is anything that no dump makes: without an owner, names alone say
+    what a directory is."""
+    for name in sorted(os.listdir(directory)):
+        if not _OF_DUMP.fullmatch(name):
+            raise ImageError(f"it has no {ARENA_OWNER}, and holds {name!r}, which no dump makes")
 
 
 # Why a directory is needed, by its device and inode; by its name where a link does not lead there
@@ -328,8 +361,8 @@ def _empty(inside: Path, directory: Path, owner: ArenaOwner | None, largest: int
         if owner is not None:
             limit = owner.pool or min(largest, owner.limit // 2)
             room = limit - size_of(Path(f"/proc/self/fd/{pool}"))
-        with suppress(FileNotFoundError):
-            (directory / MANIFEST_NAME).unlink()
+        for name in (MANIFEST_NAME, UNSYNCED):
+            (directory / name).unlink(missing_ok=True)
         files = sorted(
             ((path.lstat(), path) for path in directory.iterdir() if path.name != ARENA_OWNER),
             key=lambda one: one[0].st_size,

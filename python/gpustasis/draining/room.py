@@ -9,18 +9,19 @@ from __future__ import annotations
 import fcntl
 import os
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from gpustasis import _core, process
-from gpustasis._core import ARENA_MARKER, ARENA_OWNER, MANIFEST_NAME
+from gpustasis._core import ARENA_MARKER, ARENA_OWNER, MANIFEST_NAME, ArenaMarker
 from gpustasis.criu.images import INVENTORY_NAME
 from gpustasis.draining.recycle import (
     POOL,
     RESERVED,
     Kept,
     Unread,
+    arena_of,
     give_up,
     is_name,
     look_into,
@@ -28,7 +29,7 @@ from gpustasis.draining.recycle import (
     size_of,
 )
 from gpustasis.errors import CheckpointError, ImageError, UnsupportedError
-from gpustasis.image.arena import find_marker, own_marker
+from gpustasis.image.arena import by_descriptor, find_marker, own_marker
 from gpustasis.image.directory import PATIENCE_S, is_there, try_exclude
 
 ARENA = Path("/run/gpustasis/arena")  # src/cuda_plugin/config.hpp
@@ -174,6 +175,20 @@ def discard(checkpoint: Path, arena: Path = ARENA) -> Path:
         give_up(kept)
         recycle(kept.parent)  # what it was built on
         return kept
+    # Others could put another directory in its place in between, whose marker would be removed.
+    with ExitStack() as held:
+        try:
+            inside = held.enter_context(by_descriptor(checkpoint))
+        except OSError as exc:
+            raise ImageError(f"cannot open {checkpoint}: {exc.strerror}") from exc
+        marker = _give_up_marker(inside)
+    if (found := arena_of(marker)) is not None:
+        recycle(found)
+    return Path(marker.directory)
+
+
+def _give_up_marker(checkpoint: Path) -> ArenaMarker:
+    """What it has said. Raises as discard."""
     marker = find_marker(checkpoint)
     if marker is None or is_there(checkpoint / MANIFEST_NAME):
         raise ImageError(f"{checkpoint} holds no checkpoint that is only in memory")
@@ -189,9 +204,7 @@ def discard(checkpoint: Path, arena: Path = ARENA) -> Path:
         raise CheckpointError(f"{path} is locked: a drain or a dump is at work") from exc
     except OSError as exc:
         raise CheckpointError(f"cannot remove {path}: {exc.strerror}") from exc
-    kept = Path(marker.directory)
-    recycle(kept.parent)
-    return kept
+    return marker
 
 
 def _in_arena(checkpoint: Path, arena: Path) -> Path | None:

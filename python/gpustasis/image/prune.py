@@ -144,8 +144,9 @@ def prune(
 
     open_sealed: None: what a sealed checkpoint is built on is told by its link alone.
     Raises CheckpointError if another prune is at work, a rule is missing, it cannot be told what
-    one is built on, or something cannot be removed; ImageError if the store cannot be read.
-    Whatever happens, each checkpoint is whole, or gone with nothing left that needs it.
+    one is built on, or something cannot be removed: all else is by then, but for what that is built
+    on; ImageError if the store cannot be read. Whatever happens, each checkpoint is whole, or gone
+    with nothing left that needs it.
     """
     if rules.empty:
         raise CheckpointError("prune needs a rule that says what to keep")
@@ -164,9 +165,19 @@ def prune(
         outcome = _outcome(entries, reasons)
         for name in set(locks) & set(reasons):
             locks[name].close()
-        for entry in _children_first(entries, set(entries) - set(reasons)):
-            _remove(store.resolve(), entry)
+        needs = _needs_among(entries, set(entries) - set(reasons))
+        problems: list[str] = []
+        left: set[str] = set()
+        for entry in _children_first(entries, needs):
+            try:
+                if entry.name not in left:
+                    _remove(store.resolve(), entry)
+            except CheckpointError as exc:
+                problems.append(str(exc))
+                left |= needs[entry.name]
             locks[entry.name].close()
+        if problems:
+            raise CheckpointError("; ".join(problems))
         return outcome
 
 
@@ -224,7 +235,7 @@ def _lock(
     locks: dict[str, DirectoryLock] = {}
     stays: dict[str, str] = {}
     needs = Needs(entries)
-    for entry in _children_first(entries, candidates):
+    for entry in _children_first(entries, _needs_among(entries, candidates)):
         if entry.name in stays:
             continue
         lock = _try_lock(entry.directory)
@@ -272,16 +283,21 @@ def _outcome(entries: Mapping[str, Entry], reasons: Mapping[str, list[str]]) -> 
     return found
 
 
-def _children_first(entries: Mapping[str, Entry], names: set[str]) -> Iterator[Entry]:
-    """Each of `names` after all that need it. In a circle, which nothing but malice makes, some
-    order."""
+def _needs_among(entries: Mapping[str, Entry], names: set[str]) -> dict[str, set[str]]:
+    """Of each of `names` those others of them that it needs, near and far."""
     all_needs = Needs(entries)
-    needs = {name: set(all_needs.of([name])) & (names - {name}) for name in names}
-    while needs:
-        wanted = set().union(*needs.values())
-        free = sorted(set(needs) - wanted) or sorted(needs)
+    return {name: set(all_needs.of([name])) & (names - {name}) for name in names}
+
+
+def _children_first(entries: Mapping[str, Entry], needs: Mapping[str, set[str]]) -> Iterator[Entry]:
+    """Each that `needs` names after all that need it. In a circle, which nothing but malice makes,
+    some order."""
+    todo = dict(needs)
+    while todo:
+        wanted = set().union(*todo.values())
+        free = sorted(set(todo) - wanted) or sorted(todo)
         for name in free:
-            del needs[name]
+            del todo[name]
             yield entries[name]
 
 

@@ -288,7 +288,8 @@ class Needs:
         """What the chains of `names` are made of, each with the name of one that needs it.
 
         Followed are ids of parents, wherever in the store they are, and links, also through
-        places outside of it. Raises CheckpointError if it cannot be told of one.
+        places outside of it. One in an arena may be in the store as well, drained: what is built on
+        it may need it there. Raises CheckpointError if it cannot be told of one.
         """
         found: dict[str, str] = {}
         outside: set[Path] = set()
@@ -300,11 +301,15 @@ class Needs:
                     f"what {entry.name} is built on cannot be told: {entry.unread}; nothing "
                     "was removed"
                 )
+            parents = self._parents(entry)
             for place in entry.links:
                 if place not in self._by_place and place not in outside and is_directory(place):
                     outside.add(place)
-                    todo.append((child, read_entry(place)))
-            for parent in self._parents(entry):
+                    below = read_entry(place)
+                    todo.append((child, below))
+                    if below.checkpoint_id is not None:
+                        parents += self._by_id.get(below.checkpoint_id, [])
+            for parent in parents:
                 if parent.name not in found and parent.name != child:
                     found[parent.name] = child
                     todo.append((parent.name, parent))

@@ -61,6 +61,8 @@ class Aftercare:
         self._unreached = 0  # errands that did not reach the neighbour
         self._asked = self._done = 0  # looks at what there is to drain
         self._at: Path | None = None  # is being drained
+        self._to_copy: list[Path] = []  # were drained, and are bases
+        self._waits = 0  # calls of wait() under way
         self._failed: dict[Path, str] = {}
         self._lost: set[Path] = set()
         self._again_s = _AGAIN_S
@@ -127,11 +129,13 @@ class Aftercare:
 
     def wait(self) -> dict[Path, str]:
         """Until all that was asked for so far was tried once more: what could not be drained, and
-        why. Those that are lost are not in it."""
+        why. Those that are lost are not in it. Nothing drained is copied meanwhile: the neighbour
+        has a copy, and may be slow."""
         with self._change:
             if self._thread is None:
                 return {}
             self._asked += 1
+            self._waits += 1
             wanted, unreached = self._asked, self._unreached
             self._errand_at = 0.0
             self._change.notify_all()
@@ -141,6 +145,7 @@ class Aftercare:
                     and (self._owed.first() is None or self._unreached > unreached)
                 )
             )
+            self._waits -= 1
             return dict(self._failed)
 
     def close(self) -> None:
@@ -218,21 +223,36 @@ class Aftercare:
             if images in self._lost or self._is_open(images):
                 continue
             try:
-                self._drain(images)
-            except FileNotFoundError:
-                continue  # it was pruned
-            except (CheckpointError, OSError) as exc:
-                if not is_there(marker):
-                    continue
-                if isinstance(exc, ImageError) and neighbour.is_lost(images):
-                    self._lost.add(images)
-                    log.warning("%s: is not drained: %s", images, exc)
-                else:
-                    failed[images] = str(exc)
-                    log.warning("%s: is not drained yet: %s", images, exc)
+                why_not = self._try_drain(images)
+            except _StoppedError:
+                raise
+            except Exception as exc:  # the next one is drained all the same
+                log.exception("%s: is not drained yet", images)
+                why_not = f"this is a bug in gpustasis: {exc!r}"
+            if why_not:
+                failed[images] = why_not
         self._again_s = min(_MOST_S, 2 * self._again_s) if failed else _AGAIN_S
         with self._change:
             self._failed = failed
+        while self._to_copy:
+            self._copy(self._to_copy.pop(0))
+
+    def _try_drain(self, images: Path) -> str:
+        """Why the dump there is in memory only yet; "": it is not, or is lost."""
+        try:
+            self._drain(images)
+        except FileNotFoundError:
+            return ""  # it was pruned
+        except (CheckpointError, OSError) as exc:
+            if not is_there(images / ARENA_MARKER):
+                return ""
+            if isinstance(exc, ImageError) and neighbour.is_lost(images):
+                self._lost.add(images)
+                log.warning("%s: is not drained: %s", images, exc)
+                return ""
+            log.warning("%s: is not drained yet: %s", images, exc)
+            return str(exc)
+        return ""
 
     def _markers(self) -> Iterator[Path]:
         return self._place.directory.glob(f"epoch-{8 * '[0-9]'}/{ARENA_MARKER}")
@@ -250,11 +270,16 @@ class Aftercare:
                 self._at = None
         log.info("%s is durable, after %.1f s", images, done.seconds)
         if images in self._bases:
-            with self._copying:
+            self._to_copy.append(images)
+
+    def _copy(self, images: Path) -> None:
+        with self._copying:
+            if images in self._bases and self._goes_on():
                 _run(f"{images}, drained", partial(neighbour.copy_durable, images, self._goes_on))
 
     def _goes_on(self) -> bool:
-        return not self._over.is_set()
+        """Whether a copy of what was drained does."""
+        return not self._over.is_set() and not self._waits
 
     def _tell(self, done: int, total: int) -> None:
         if self._over.is_set():

@@ -73,6 +73,31 @@ class Target:
     restore_timeout_s: float = DEFAULT_RESTORE_TIMEOUT_S
 
 
+def is_sent(path: Path) -> bool:
+    """Whether that file of an image directory is part of the checkpoint."""
+    return not _NOT_SENT.fullmatch(path.name)
+
+
+def send_file(
+    path: Path, encoder: Encoder, write: Callable[[memoryview | bytes], None], sent: Sent
+) -> os.stat_result:
+    """One file, counted in `sent`; what it was. Raises StreamError."""
+    with open_regular(path, os.O_NOFOLLOW) as file:
+        found = os.fstat(file.fileno())
+        entry = Entry(name=path.name, mode=found.st_mode & 0o777, size=found.st_size)
+        write(encoder.file(entry))
+        left = entry.size
+        while left:
+            count = os.readv(file.fileno(), [encoder.space[:left]])
+            if count == 0:
+                raise StreamError(f"{path} became shorter while it was sent")
+            write(encoder.record(Kind.DATA, count))
+            left -= count
+    sent.files += 1
+    sent.bytes += entry.size
+    return found
+
+
 def send(
     dump: Dump,
     pid: int,
@@ -214,32 +239,19 @@ class _Sender:
         if path.name in self._files:
             return
         sealed.require_fit(path.name, self.is_sealed)
-        with open_regular(path, os.O_NOFOLLOW) as file:
-            found = os.fstat(file.fileno())
-            entry = Entry(name=path.name, mode=found.st_mode & 0o777, size=found.st_size)
-            self._write(self.encoder.file(entry))
-            left = entry.size
-            while left:
-                count = os.readv(file.fileno(), [self.encoder.space[:left]])
-                if count == 0:
-                    raise StreamError(f"{path} became shorter while it was sent")
-                self._write(self.encoder.record(Kind.DATA, count))
-                left -= count
-        self._files[path.name] = _identity(found)
-        self.sent.files += 1
-        self.sent.bytes += entry.size
+        self._files[path.name] = identity_of(send_file(path, self.encoder, self._write, self.sent))
 
     def _send_rest(self) -> None:
         """What criu has written: complete by now."""
         if os.path.lexists(self.images / PARENT_LINK):
             raise StreamError("the dump was built on an earlier checkpoint, which no stream holds")
-        paths = [path for path in self.images.iterdir() if not _NOT_SENT.fullmatch(path.name)]
+        paths = [path for path in self.images.iterdir() if is_sent(path)]
         if self.is_sealed and not os.path.lexists(self.images / ENVELOPE_NAME):
             raise StreamError("the dump was to be sealed, and is not")
         for path in sealed.in_order(paths):
             self._send_file(path)
         for path in paths:
-            if _identity(path.lstat()) != self._files[path.name]:
+            if identity_of(path.lstat()) != self._files[path.name]:
                 raise StreamError(f"{path} was changed after it was sent")
         if INVENTORY_NAME not in self._files:
             raise StreamError(f"the dump wrote no {INVENTORY_NAME}")
@@ -369,5 +381,6 @@ class _Sender:
             self.target.out.write(record, _ABANDON_S, lambda: None)
 
 
-def _identity(found: os.stat_result) -> tuple[int, ...]:
+def identity_of(found: os.stat_result) -> tuple[int, ...]:
+    """Of a file that has changed it is another."""
     return (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)

@@ -111,18 +111,24 @@ void a_large_file_goes_back_to_the_pool() {
         std::size_t chunks;
         std::uint64_t limit; // MiB
         bool returned;
+        std::uint64_t most = 0; // MiB, that the dump reserves
+        std::uint64_t pool = 0; // MiB
     };
-    for (const Case& one : {Case{33, 64, true}, Case{1024, 64, true}, Case{2100, 64, false},
-                            Case{1024, 33, false}}) { // no room for both
+    for (const Case& one : {Case{33, 80, true}, Case{1024, 80, true}, Case{1024, 80, true, 40},
+                            Case{2100, 64, false}, Case{1024, 35, false, 0, 35}, // no room for both
+                            Case{1024, 80, false, 0, 20}}) { // and not so much in the pool
         Place place;
         place.config.limit = one.limit * kMib;
+        place.config.pool = one.pool * kMib;
         ArenaDump dump(place.config, place.images.fd());
         put_in_pool(place, "0", kLarge);
-        struct stat before {}, after {};
+        put_in_pool(place, "1", 5); // stays
+        struct stat before {
+        }, after{};
         CHECK(::stat((place.path(kArenaPool) + "/0").c_str(), &before) == 0);
         Memory memory = noise(one.chunks, 11);
         std::int64_t added = 0;
-        dump.write("x.img", kChunk, 0, added, [&](ImageOutput& output) {
+        dump.write("x.img", kChunk, one.most * kMib, added, [&](ImageOutput& output) {
             return write_image(output, info_of(dump, memory), memory, {.compress = false});
         });
         const ImageReader image = ImageReader::open(dump.directory(), "x.img");
@@ -132,8 +138,8 @@ void a_large_file_goes_back_to_the_pool() {
               sample::read_file(place.images.fd(), "x.img"));
         CHECK(::fstatat(dump.directory(), "x.img", &after, 0) == 0);
         CHECK((before.st_ino == after.st_ino) == !one.returned);
-        CHECK(sizes_in_pool(place) ==
-              (one.returned ? std::vector{kLarge} : std::vector<std::uint64_t>{}));
+        CHECK(sizes_in_pool(place) == (one.returned ? std::vector<std::uint64_t>{5, kLarge}
+                                                    : std::vector<std::uint64_t>{5}));
         const auto size = static_cast<std::int64_t>(image.file_size());
         CHECK(added == (one.returned ? size : size - static_cast<std::int64_t>(kLarge)));
         CHECK(::faccessat(dump.directory(), ".x.img.part", F_OK, 0) != 0);

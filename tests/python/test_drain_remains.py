@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a drain makes of what is left: by a loss of power, by a drain that was killed, by a disk
+that could not be written to, by who has renamed a checkpoint."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpustasis._core import ARENA_MARKER, MANIFEST_NAME, PARENT_LINK
+from gpustasis.draining.drain import drain
+from gpustasis.draining.recycle import UNSYNCED, recycle
+from gpustasis.draining.room import contents_of, discard
+from gpustasis.draining.waiting import wait_for
+from gpustasis.errors import ImageError, LocalError
+from gpustasis.image.arena import Tier, stored_directory, tier_of
+from gpustasis.image.verification import verify_directory
+from gpustasis.peers.copies import is_sent
+from support.local_checkpoints import make_local
+
+TAKEN = 1_800_000_000
+
+
+@pytest.fixture
+def local(tmp_path: Path, arena: Path) -> tuple[Path, Path]:
+    """A checkpoint that is complete in memory: its image directory, and that in the arena."""
+    images = tmp_path / "one"
+    stored = make_local(images, arena)
+    (images / "pages-1.img").write_bytes(b"of CRIU, which syncs nothing")
+    os.utime(stored / MANIFEST_NAME, (TAKEN, TAKEN))
+    return images, stored
+
+
+def test_a_marker_without_content_is_of_a_checkpoint_that_is_lost(local: tuple[Path, Path]) -> None:
+    images, _ = local
+    (images / ARENA_MARKER).write_bytes(b"")
+    with pytest.raises(ImageError, match=f"{images} was never drained, and it is lost with the"):
+        drain(images)
+
+
+def test_a_marker_without_content_is_removed_where_all_is_on_the_disk(
+    local: tuple[Path, Path],
+) -> None:
+    images, _ = local
+    done = drain(images)
+    (images / ARENA_MARKER).touch()
+    assert drain(images).checkpoint_id == done.checkpoint_id
+    assert not (images / ARENA_MARKER).exists()
+
+
+def fail_to_sync(patch: pytest.MonkeyPatch, name: str) -> list[str]:
+    """Have the next fsync of such a file fail, and no later one: as of the kernel. Returns its path
+    once it has."""
+    really, failed = os.fsync, list[str]()
+
+    def sync(descriptor: int) -> None:
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        if Path(path).name == name and not failed:
+            failed.append(path)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        really(descriptor)
+
+    patch.setattr(os, "fsync", sync)
+    return failed
+
+
+def test_a_file_of_criu_that_could_not_be_synced_is_never_called_durable(
+    local: tuple[Path, Path], arena: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    images, stored = local
+    failed = fail_to_sync(monkeypatch, "pages-1.img")
+    words = f"^{images / 'pages-1.img'} could not be synced.* take another"
+    for _ in range(2):
+        with pytest.raises(ImageError, match=words):
+            drain(images)
+    assert failed == [str(images / "pages-1.img")]
+    assert tier_of(images) == Tier.LOCAL
+    with pytest.raises(ImageError, match=words):
+        wait_for(images, Tier.DURABLE, None)
+    assert not is_sent(UNSYNCED)
+    assert recycle(arena) == []
+    discard(images)
+    assert not stored.exists()
+    assert list(arena.iterdir()) == [arena / "pool"]
+    assert not [one for one in (arena / "pool").iterdir() if UNSYNCED in one.name]
+
+
+def test_that_is_known_without_room_for_its_name(
+    local: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    images, stored = local
+    (stored / UNSYNCED).touch()
+    with pytest.raises(ImageError, match=f"^{images} could not be synced"):
+        drain(images)
+
+
+def test_what_is_built_on_it_is_not_drained_either(
+    local: tuple[Path, Path], tmp_path: Path, arena: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    images, stored = local
+    child = tmp_path / "child"
+    make_local(child, arena, ("A", "C"), parent=stored)
+    fail_to_sync(monkeypatch, "pages-1.img")
+    for _ in range(2):
+        with pytest.raises(ImageError, match="could not be synced"):
+            drain(child)
+    assert [tier_of(one) for one in (images, child)] == [Tier.LOCAL] * 2
+
+
+def test_what_a_drain_has_written_itself_the_next_one_writes_again(
+    local: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    images, _ = local
+    failed = fail_to_sync(monkeypatch, "gpustasis-7.img")
+    with pytest.raises(LocalError, match="Input/output error"):
+        drain(images)
+    assert failed
+    assert tier_of(images) == Tier.LOCAL
+    drain(images)
+    assert tier_of(images) == Tier.DURABLE
+    assert not verify_directory(images).problems
+
+
+def test_a_drain_that_was_killed_before_it_gave_the_manifest_its_time(
+    local: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rules of prune go by it."""
+    images, _ = local
+
+    def killed(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "utime", killed)
+        with pytest.raises(KeyboardInterrupt):
+            drain(images)
+    assert (images / ARENA_MARKER).exists()
+    assert (images / MANIFEST_NAME).stat().st_mtime != TAKEN
+    drain(images)
+    assert (images / MANIFEST_NAME).stat().st_mtime == TAKEN
+    assert not (images / ARENA_MARKER).exists()
+
+
+def test_a_drain_that_was_killed_before_a_boot(local: tuple[Path, Path], arena: Path) -> None:
+    """Its marker is still there, and the arena is not."""
+    images, _ = local
+    marker = (images / ARENA_MARKER).read_bytes()
+    drain(images)
+    (images / ARENA_MARKER).write_bytes(marker)
+    drain(images)
+    assert not (images / ARENA_MARKER).exists()
+    assert (images / MANIFEST_NAME).stat().st_mtime == TAKEN
+
+
+def test_what_is_built_on_one_that_was_drained_and_renamed_is_drained(
+    local: tuple[Path, Path], tmp_path: Path, arena: Path
+) -> None:
+    images, stored = local
+    child = tmp_path / "child"
+    make_local(child, arena, ("A", "C"), parent=stored)
+    drain(images)
+    new = images.rename(tmp_path / "renamed")
+    images.mkdir()
+    drain(child)
+    assert tier_of(child) == Tier.DURABLE
+    assert (child / PARENT_LINK).resolve() == new
+    assert not verify_directory(child).problems
+    assert contents_of(arena).kept == ()
+
+
+def test_one_that_was_drained_and_is_elsewhere_is_asked_for(
+    local: tuple[Path, Path], tmp_path: Path, arena: Path
+) -> None:
+    images, stored = local
+    child = tmp_path / "child"
+    make_local(child, arena, ("A", "C"), parent=stored)
+    drain(images)
+    (tmp_path / "elsewhere").mkdir()
+    new = images.rename(tmp_path / "elsewhere" / "renamed")
+    assert drain(new).images == 0  # which changes nothing
+    with pytest.raises(ImageError, match=f"^{images} is not there.* give it its old name back"):
+        drain(child)
+    assert stored_directory(child) != child
+    new.rename(images)
+    drain(child)
+    assert tier_of(child) == Tier.DURABLE
