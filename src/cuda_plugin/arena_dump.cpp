@@ -5,8 +5,10 @@
 #include "core/error.hpp"
 #include "core/file.hpp"
 #include "core/lineage.hpp"
+#include "core/manifest.hpp"
 #include "core/random_id.hpp"
 #include "cuda_plugin/arena_output.hpp"
+#include "cuda_plugin/early_images.hpp"
 #include "cuda_plugin/host.hpp"
 #include "cuda_plugin/memory_directory.hpp"
 #include "device_memory/driver_error.hpp"
@@ -104,8 +106,36 @@ UniqueFd open_arena(const std::string& path) {
     return arena;
 }
 
+namespace {
+
+bool is_there(int directory, const char* name) {
+    return ::faccessat(directory, name, F_OK, AT_SYMLINK_NOFOLLOW) == 0;
+}
+
+// CRIU writes its inventory last: there is a checkpoint, and only in memory yet.
+bool is_local(int image_dir) {
+    if (is_there(image_dir, kManifestName) || !is_there(image_dir, kInventoryImage))
+        return false;
+    try {
+        return is_there(stored_directory(image_dir).get(), kManifestName);
+    } catch (const Error&) {
+        return false; // it is lost
+    }
+}
+
+} // namespace
+
 void remove_marker(int image_dir) {
     const UniqueFd marker = lock_marker(image_dir);
+    if (marker && is_local(image_dir)) {
+        const std::string path = directory_path(image_dir);
+        throw Error(Errc::unsupported,
+                    path +
+                        " holds a checkpoint that is only in memory yet, and that a dump into "
+                        "it would remove: drain it (gpustasis drain " +
+                        path + "), give it up (gpustasis arena discard " + path +
+                        "), or use another directory");
+    }
     if (marker && ::unlinkat(image_dir, kArenaMarker, 0) != 0 && errno != ENOENT)
         throw io_error("cannot remove the old " + directory_path(image_dir) + "/" + kArenaMarker,
                        errno);

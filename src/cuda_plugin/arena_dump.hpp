@@ -30,7 +30,8 @@ UniqueFd open_arena(const std::string& path);
 UniqueFd lock_marker(int image_dir);
 
 /// Remove the marker of an earlier dump from `image_dir`. Its directory in the arena stays, for whoever reads there.
-/// Throws Error: unsupported if a dump or a drain of that checkpoint is at work; io.
+/// Throws Error: unsupported if a dump or a drain of that checkpoint is at work, or it is whole: then it is nowhere else;
+/// io.
 void remove_marker(int image_dir);
 
 class ArenaDump {

@@ -47,13 +47,24 @@ bool RestoreImages::read() {
     inherited_files_ = host::take_inventory_plugin(kInventoryInherited) && !before_plugin_lists;
     if (!ours && !stock)
         return false;
+    image_dir_lock_.emplace(std::move(lineage_)); // CRIU reads its images there to the end
     stored_ = stored_directory(image_dir_);
-    lineage_ = Lineage(stored_.get());
-    // A drain that ended before that was locked has left nothing there.
-    if (UniqueFd now = stored_directory(image_dir_); !is_same(now.get(), stored_.get())) {
+    const auto follow_drain = [&] {
+        UniqueFd now = stored_directory(image_dir_);
+        if (is_same(now.get(), stored_.get()))
+            return false;
         stored_ = std::move(now);
         lineage_ = Lineage(stored_.get());
+        return true;
+    };
+    try {
+        lineage_ = Lineage(stored_.get());
+    } catch (const Error&) { // a drain that has just ended removes what is there
+        if (!follow_drain())
+            throw;
     }
+    // One that ended before that was locked has left nothing there.
+    follow_drain();
     has_manifest_ = exists(stored_.get(), kManifestName);
     if (holds_sealed(image_dir_)) {
         if (has_manifest_)

@@ -59,6 +59,7 @@ private:
     int image_dir_;   ///< criu's
     UniqueFd stored_; ///< where manifest and images of ours are: there, or in an arena
     UndoImages& undo_images_;
+    std::optional<Lineage> image_dir_lock_; ///< nobody removes it, wherever its images of ours are
     Lineage& lineage_;
     SignatureCheck signature_;
     std::optional<seal::SealedCheckpoint> sealed_; ///< none: it is in the clear

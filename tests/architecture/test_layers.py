@@ -98,7 +98,16 @@ PYTHON_ARROWS = {
     "jit": {"cli"},
     "agent": {
         *("__init__", "errors", "files", "task", "process", "nvml", "criu", "image", "streaming"),
-        *("runtimes", "jobs", "recovery", "dump_records", "intervals", "policy", "draining", "_core"),
+        *(
+            "runtimes",
+            "jobs",
+            "recovery",
+            "dump_records",
+            "intervals",
+            "policy",
+            "draining",
+            "_core",
+        ),
     },
     "diagnosis": {
         *("errors", "process", "driver", "nvml", "criu", "emulator", "install", "task", "text"),

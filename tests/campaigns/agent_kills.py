@@ -156,6 +156,8 @@ def _hit(
         except FAILED as wrong:
             tally.failures.append(f"{who} to be killed {phase}: {wrong}")
             jobs.drop()
+            if place.agent.process is None:
+                place.agent.start()
             continue
         if killed.done:
             hits.add(killed.phase, who)

@@ -84,7 +84,7 @@ def signal_all(pids: Sequence[int], number: signal.Signals) -> None:
             os.kill(pid, number)
     deadline = time.monotonic() + CRIU_TIMEOUT_S
     while number is signal.SIGSTOP and any(_runs(pid) for pid in pids):
-        assert time.monotonic() < deadline, f"processes {pids} do not stop"
+        assert time.monotonic() < deadline, f"do not stop: {[*map(_states, pids)]}"
         time.sleep(WATCH_S)
 
 
@@ -94,6 +94,16 @@ def _is_there(pid: int) -> bool:
         stat = Path(f"/proc/{pid}/stat").read_text()
         return stat[stat.rindex(")") + 2] not in "ZX"
     return False
+
+
+def _states(pid: int) -> list[str]:
+    """Of each thread of a process: its number and name, its state, and what it waits for."""
+    found = []
+    with suppress(FileNotFoundError, ProcessLookupError):
+        for task in sorted(Path(f"/proc/{pid}/task").iterdir()):
+            stat, waits = (task / "stat").read_text(), (task / "wchan").read_text()
+            found.append(f"{stat[: stat.rindex(')') + 3]} in {waits}")
+    return found
 
 
 def _runs(pid: int) -> bool:

@@ -56,6 +56,24 @@ def test_a_job_runs_on_is_drained_and_comes_back(rig: Rig, arena: Path) -> None:
         restore(rig, job, images)
 
 
+@pytest.mark.parametrize("tier", ["ram", "disk"])
+def test_one_that_is_only_in_memory_is_not_dumped_over(
+    newest_rig: Rig, arena: Path, tier: str
+) -> None:
+    """Not even by a dump that fails, as for want of room."""
+    with newest_rig.job(mib=8) as job:
+        images = dump(newest_rig, job, "--leave-running", **ram(arena))
+        config = {**ram(arena), "tier": tier}
+        done = newest_rig.dump(job, images, "--leave-running", config=config)
+        assert done.status != 0 and "only in memory yet" in done.errors, done.errors
+        job.run_on()
+        assert tier_of(images) == Tier.LOCAL and not verify_directory(images).problems
+        shutil.rmtree(arena)  # it is lost: there is nothing to keep
+        dump_again = newest_rig.dump(job, images, "--leave-running", config=config)
+        assert dump_again.status == 0, dump_again.errors
+        job.run_on()
+
+
 def test_a_chain_of_local_checkpoints_is_drained_from_its_last(
     newest_rig: Rig, arena: Path
 ) -> None:
