@@ -137,7 +137,7 @@ def run(
 
 def _hit(
     place: _Place,
-    jobs: Jobs[SteadyJob],
+    jobs: Jobs,
     tally: Tally,
     random: Random,
     each: int,
