@@ -270,9 +270,19 @@ def _log_of(criu: int) -> Path:
 
 
 def _criu_at(images: Path) -> list[int]:
+    """But for what it has started, and waits for in a call in which it cannot be stopped."""
+    found: list[int] = []
     with suppress(FileNotFoundError):
-        return find_users(images, *CRIU)
-    return []
+        found = find_users(images, *CRIU)
+    return [pid for pid in found if _parent_of(pid) not in found]
+
+
+def _parent_of(pid: int) -> int:
+    """0: it has ended."""
+    with suppress(FileNotFoundError, ProcessLookupError):
+        stat = Path(f"/proc/{pid}/stat").read_text()
+        return int(stat[stat.rindex(")") + 2 :].split()[1])
+    return 0
 
 
 def _drains_beside(place: _Place, images: Path) -> bool:
