@@ -15,6 +15,7 @@ import pytest
 from gpustasis.agent import daemon
 from gpustasis.agent.config import Config
 from gpustasis.agent.server import listen
+from gpustasis.agent.space import estimate
 from gpustasis.errors import AgentError
 
 USER = 12345
@@ -51,3 +52,14 @@ def test_a_socket_has_its_mode_from_the_first_moment(
     monkeypatch.setattr("pathlib.Path.chmod", None)
     with listen(place / "s", mode):
         assert stat.S_IMODE((place / "s").stat().st_mode) == mode
+
+
+def test_what_is_in_memory_first_needs_room_there() -> None:
+    gpu = 7 << 20
+    none, gpus, everything = (
+        estimate(os.getpid(), gpu, "").memory,
+        estimate(os.getpid(), gpu, "gpu").memory,
+        estimate(os.getpid(), gpu, "all").memory,
+    )
+    assert gpus - none == gpu
+    assert everything - gpus > 1 << 20  # of this process

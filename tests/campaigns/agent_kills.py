@@ -215,7 +215,7 @@ def _kill(
     place.agent.stop(signal.SIGKILL)
     found = _criu_at(images)
     signal_all(found, signal.SIGSTOP)
-    workers = workers_of(images, place.arena)
+    workers = workers_of(images, place.arena) if images.is_dir() else []
     signal_all(workers, signal.SIGSTOP)
     killed = _Killed(phase=dump.phase(), drained=_drains_beside(place, images))
     victims = [*(found if who in (Who.WITH_CRIU, Who.ALL) else [])]

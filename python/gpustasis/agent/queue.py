@@ -255,8 +255,10 @@ class Queue:
             pid = operation.subject.pid
         last = self.last_done(operation)
         gpu = None if last is None or last.figures is None else last.figures.gpu_bytes
-        in_memory = is_in_memory(operation, self._config)
-        need = _NOTHING if pid is None else space.estimate(pid, gpu, in_memory=in_memory)
+        arena: space.InArena = ""
+        if is_in_memory(operation, self._config):
+            arena = "gpu" if self._config.cpu_memory == "criu" else "all"
+        need = _NOTHING if pid is None else space.estimate(pid, gpu, arena)
         if refused := self._why_over(operation, need.disk):
             return refused
         with self._changed:

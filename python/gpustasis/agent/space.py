@@ -8,6 +8,7 @@ import os
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from gpustasis import nvml
 from gpustasis.agent.config import Config
@@ -35,17 +36,20 @@ class Need:
     disk: int
 
 
-def estimate(root: int, measured_gpu: int | None, *, in_memory: bool = False) -> Need:
+# What is put into memory first: nothing, memory of GPUs, or the processes' own too.
+InArena = Literal["", "gpu", "all"]
+
+
+def estimate(root: int, measured_gpu: int | None, in_arena: InArena = "") -> Need:
     """Of the tree below `root`. measured_gpu: what its last checkpoint has held of GPUs' memory;
-    None: there is none: then all that is in use on this node's GPUs, if it uses any. in_memory: the
-    checkpoint is in memory first."""
+    None: there is none: then all that is in use on this node's GPUs, if it uses any."""
     pids = tree_pids(root)
     plain = sum(map(_plain_bytes, pids))
     gpu = measured_gpu
     if gpu is None:
         gpu = _gpu_bytes() if any(map(_uses_gpu, pids)) else 0
     # The driver puts the GPUs' memory into the host's before it is stored.
-    arena = plain + gpu if in_memory else 0
+    arena = {"": 0, "gpu": gpu, "all": gpu + plain}[in_arena]
     return Need(memory=gpu + arena + _MEMORY_BESIDES, disk=plain + gpu + _DISK_BESIDES)
 
 
