@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gpustasis._core import ARENA_MARKER, MANIFEST_NAME, PARENT_LINK
+from gpustasis._core import ARENA_MARKER, ARENA_OWNER, MANIFEST_NAME, PARENT_LINK
 from gpustasis.draining.drain import drain
 from gpustasis.draining.recycle import UNSYNCED, recycle
 from gpustasis.draining.room import contents_of, discard
@@ -40,6 +41,21 @@ def test_a_marker_without_content_is_of_a_checkpoint_that_is_lost(local: tuple[P
     (images / ARENA_MARKER).write_bytes(b"")
     with pytest.raises(ImageError, match=f"{images} was never drained, and it is lost with the"):
         drain(images)
+
+
+def test_a_store_that_was_mounted_anew_has_another_device_number(
+    local: tuple[Path, Path], tmp_path: Path
+) -> None:
+    images, stored = local
+    owner = (stored / ARENA_OWNER).read_text()
+    device = images.stat().st_dev
+    (stored / ARENA_OWNER).write_text(owner.replace(f"device {device}\n", f"device {device + 1}\n"))
+    copy = tmp_path / "copy"
+    shutil.copytree(images, copy)
+    with pytest.raises(ImageError, match=f"{copy} is a copy of {images}"):
+        drain(copy)
+    assert drain(images).images == 1
+    assert not stored.exists() and not verify_directory(images).problems
 
 
 def test_a_marker_without_content_is_removed_where_all_is_on_the_disk(

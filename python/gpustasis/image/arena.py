@@ -129,7 +129,10 @@ def is_images_of(images: Path, owner: ArenaOwner) -> bool:
         found = images.stat()
     except OSError:
         return False
-    return (found.st_dev, found.st_ino) == (owner.device, owner.inode)
+    # Some file systems, as of a network, have another device number each time they are mounted.
+    return found.st_ino == owner.inode and (
+        found.st_dev == owner.device or os.path.realpath(images) == owner.images
+    )
 
 
 def is_inventory_of(images: Path, manifest: Manifest) -> bool:
