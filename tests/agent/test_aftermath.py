@@ -4,8 +4,11 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -16,7 +19,7 @@ from gpustasis.agent.config import Config, Target
 from gpustasis.agent.operations import Operation, State
 from gpustasis.agent.subjects import Subject, held
 from gpustasis.agent.work import Work
-from gpustasis.errors import AgentError
+from gpustasis.errors import AgentError, CheckpointError
 from gpustasis.task import read_task
 from support.criu_roots import newest_criu
 from support.job import Job
@@ -106,3 +109,43 @@ def test_a_user_s_tree_is_looked_at_again_after_its_dump(
         with pytest.raises(AgentError, match=r"while it was dumped: process 7 .*; it was removed"):
             work.run()
     assert told == [begun.subject.pid] * 2 and not Path(again.place).exists()
+
+
+LEFT = """
+import os, signal, sys
+os.setpgid(0, 0)
+child = os.fork()
+if child == 0:
+    open("/proc/self/comm", "w").write("criu")
+    images = os.open(sys.argv[1], os.O_RDONLY)
+    os.kill(os.getpid(), signal.SIGSTOP)
+    os._exit(0)
+os.waitpid(child, os.WUNTRACED)
+print(child, flush=True)
+signal.pause()
+"""
+
+
+@pytest.mark.parametrize("parent_is_killed", [True, False])
+def test_what_a_killed_criu_has_left_stopped_is_not_waited_for(
+    begun: Operation, monkeypatch: pytest.MonkeyPatch, parent_is_killed: bool
+) -> None:
+    """CRIU's own helper: nobody would ever continue it. One whose criu lives is at work."""
+    monkeypatch.setattr("gpustasis.agent.aftermath.PATIENCE_S", 1.0)
+    words = [sys.executable, "-c", LEFT, begun.place]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as criu:
+        assert criu.stdout is not None
+        child = int(criu.stdout.readline())
+        if parent_is_killed:
+            criu.kill()
+            criu.wait()
+        settle(begun, config(verify=False), lambda: False)
+        try:
+            assert (begun.state is State.DONE) == parent_is_killed, begun
+            assert begun.note.startswith("criu is still at work") == (not parent_is_killed)
+            with suppress(CheckpointError):
+                assert (read_task(child).state == "T") == (not parent_is_killed)
+        finally:
+            for pid in (child, criu.pid):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
