@@ -23,11 +23,15 @@ import gpustasis
 from gpustasis.agent import daemon
 from gpustasis.agent.config import Config
 from gpustasis.agent.operations import Journal
+from gpustasis.driver import ProcessState
+from gpustasis.dump_records import find_begun
 from gpustasis.emulator import Emulator
 from gpustasis.jobs.local import Local
 from gpustasis.jobs.store import Put
+from gpustasis.recovery import GUARDIAN_COMM, WORKER_COMM
 from gpustasis.task import find_users, read_task
 from support.agent import Agent, say
+from support.driver_states import driver_of
 from support.faults import await_hit
 from support.job import Job, check_memory, reap_workers
 from support.json_output import check_document
@@ -35,6 +39,7 @@ from support.json_output import check_document
 Agents = Callable[..., Agent]
 Generations = Callable[..., Job]
 SETTLE_S = 30.0
+TRIES = 30
 
 
 def wait_for(what: Callable[[], object]) -> None:
@@ -93,6 +98,41 @@ def test_a_killed_agent_leaves_no_job_frozen_and_the_next_one_says_what_became_o
         assert client.checkpoint(pid=job.pid)["state"] == "done"
     # What failed is removed, what is whole stays.
     assert place.exists() == whole
+    reap_workers()
+
+
+def test_tasks_that_are_only_locked_run_on_when_all_were_killed(
+    agents: Agents, gpu_generations: Generations
+) -> None:
+    """No record says that they are locked: the driver does."""
+    agent, job = agents(), gpu_generations()
+    driver = driver_of(agent._environ)
+    for _ in range(TRIES):
+        with agent.client() as client:
+            id = client.checkpoint(pid=job.pid, wait=False)["id"]
+        agent.wait_for(lambda one=id: agent.operation(one)["place"])
+        place = Path(agent.operation(id)["place"])
+        wait_for(lambda place=place: criu_at(place) or not place.is_dir())
+        while (state := driver.get_state(job.pid)) is ProcessState.RUNNING and criu_at(place):
+            pass
+        at_work = criu_at(place)
+        for pid in at_work:
+            os.kill(pid, signal.SIGSTOP)
+        is_seized = read_task(job.pid).tracer != 0  # then the driver would not answer either
+        if state is ProcessState.LOCKED and not is_seized and find_begun(job.pid) is None:
+            break
+        for pid in at_work:
+            os.kill(pid, signal.SIGCONT)
+        agent.wait_for_state(id, "done")
+    else:
+        raise AssertionError("no task is ever seen locked and without a record")
+    agent.stop(signal.SIGKILL)
+    for pid in find_users(place, "criu", "ld-linux-x86-64", WORKER_COMM, GUARDIAN_COMM):
+        os.kill(pid, signal.SIGKILL)
+    agent.start()
+    found = agent.wait_for_state(id, "interrupted")
+    assert "runs again" in found["note"], found
+    check_memory(job, 0)
     reap_workers()
 
 

@@ -24,8 +24,8 @@ from gpustasis.agent.subjects import held, tree_pids
 from gpustasis.agent.work import CRIU, needs_recovery, require_whole
 from gpustasis.errors import AgentError, CheckpointError, ImageError
 from gpustasis.image.store import read_entry
-from gpustasis.recovery import GUARDIAN_COMM, WORKER_COMM
-from gpustasis.task import boot_id, find_users, read_task
+from gpustasis.recovery import GUARDIAN_COMM, WORKER_COMM, Outcome
+from gpustasis.task import boot_id, find_users, has_driver_thread, read_task
 
 log = logging.getLogger(__name__)
 
@@ -149,7 +149,13 @@ def _job(operation: Operation) -> str:
         return f"{subject} has ended: the node was started anew"
     try:
         with held(subject.pid, subject.start_time):
-            said = [_recover(pid) for pid in tree_pids(subject.pid) if needs_recovery(pid)]
+            # Where all were killed at once a task may be locked, and no record say so.
+            asked = (
+                pid
+                for pid in tree_pids(subject.pid)
+                if needs_recovery(pid) or has_driver_thread(pid)
+            )
+            said = [text for text in map(_recover, asked) if Outcome.RUNS.value not in text]
             return "; ".join(said) or f"{subject} runs"
     except AgentError as exc:
         return str(exc)
