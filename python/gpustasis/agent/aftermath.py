@@ -25,7 +25,7 @@ from gpustasis.agent.work import CRIU, needs_recovery, require_whole
 from gpustasis.errors import AgentError, CheckpointError, ImageError
 from gpustasis.image.store import read_entry
 from gpustasis.recovery import GUARDIAN_COMM, WORKER_COMM, Outcome
-from gpustasis.task import boot_id, find_users, has_driver_thread, read_task
+from gpustasis.task import boot_id, comm_of, find_users, has_driver_thread, read_task
 
 log = logging.getLogger(__name__)
 
@@ -111,27 +111,27 @@ def _container(operation: Operation, config: Config) -> str:
 
 
 def _users(place: Path) -> list[int]:
-    """Those that are still at work there. What a killed criu has left stopped for ever is ended: it
-    would hold the directory for as long as the node runs."""
+    """Those that are still at work there. What a killed criu has left behind is ended: it would hold
+    the directory for as long as the node runs."""
     found: list[int] = []
     with suppress(OSError):
         found = find_users(place, *CRIU, WORKER_COMM, GUARDIAN_COMM)
     left = [pid for pid in found if _is_left_over(pid)]
     for pid in left:
-        log.warning("process %d, which a killed criu has left stopped in %s, is ended", pid, place)
+        log.warning("process %d, which a killed criu has left in %s, is ended", pid, place)
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     return [pid for pid in found if pid not in left]
 
 
 def _is_left_over(pid: int) -> bool:
-    """Whether it is a child of a criu that was killed: criu forks one that stops itself, to be
-    looked at and ended (its vdso), and leads its process group itself."""
+    """Whether it is a child of a criu that was killed, which leads their process group: criu forks
+    some that only stop, or sleep, until it has looked at them (its vdso, what the kernel can)."""
     try:
-        group, state = os.getpgid(pid), read_task(pid).state
+        group = os.getpgid(pid)
     except (CheckpointError, OSError, ValueError):
         return False
-    return state == "T" and group != pid and not _is_alive(group)
+    return comm_of(pid) in CRIU and group != pid and not _is_alive(group)
 
 
 def _is_alive(pid: int) -> bool:
