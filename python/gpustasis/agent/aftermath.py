@@ -111,8 +111,8 @@ def _container(operation: Operation, config: Config) -> str:
 
 
 def _users(place: Path) -> list[int]:
-    """Those that are still at work there. What a killed criu has left behind is ended: it would hold
-    the directory for as long as the node runs."""
+    """Those that are still at work there. What a killed criu has left behind is ended: it
+    would hold the directory for as long as the node runs."""
     found: list[int] = []
     with suppress(OSError):
         found = find_users(place, *CRIU, WORKER_COMM, GUARDIAN_COMM)
@@ -128,10 +128,10 @@ def _is_left_over(pid: int) -> bool:
     """Whether it is a child of a criu that was killed, which leads their process group: criu forks
     some that only stop, or sleep, until it has looked at them (its vdso, what the kernel can)."""
     try:
-        group = os.getpgid(pid)
+        group, comm = os.getpgid(pid), comm_of(pid)
     except (CheckpointError, OSError, ValueError):
         return False
-    return comm_of(pid) in CRIU and group != pid and not _is_alive(group)
+    return comm in CRIU and group != pid and not _is_alive(group)
 
 
 def _is_alive(pid: int) -> bool:
