@@ -132,7 +132,7 @@ def test_what_a_killed_criu_has_left_stopped_is_not_waited_for(
 ) -> None:
     """CRIU's own helper: nobody would ever continue it. One whose criu lives is at work."""
     monkeypatch.setattr("gpustasis.agent.aftermath.PATIENCE_S", 1.0)
-    words = [sys.executable, "-c", LEFT, begun.place]
+    words = [sys.executable, "-c", LEFT, begun.place, "dump"]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as criu:
         assert criu.stdout is not None
         child = int(criu.stdout.readline())

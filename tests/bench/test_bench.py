@@ -10,10 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from gpustasis.criu.find import Criu
 from gpustasis.emulator import Emulator
 from gpustasis_bench.bench import cpu_memory, running
-from gpustasis_bench.bench.checkpointing import Checkpointing
 from gpustasis_bench.bench.ciphers import end_agent, make_keys
 from gpustasis_bench.bench.contenders import CONTENDERS, OURS
 from gpustasis_bench.bench.content import Content, make_content, read_content
@@ -26,22 +24,15 @@ from gpustasis_bench.bench.markdown import (
     require_place,
     write_page,
 )
-from gpustasis_bench.bench.medium import Medium, filesystem_of, remove_leftovers
-from gpustasis_bench.bench.programs import compile_program
+from gpustasis_bench.bench.medium import Medium, remove_leftovers
 from gpustasis_bench.contents.layout import ContentWriter
 from gpustasis_bench.errors import BenchError, WrongMemoryError
 from gpustasis_bench.roots import require_root
-from support import criu_roots
 from support.bench import run_bench
 
 MIB = 1 << 20
 TMPFS = Path("/dev/shm")
 DOWNTIME = f"{DOWNTIME_BEGIN}\nof another run\n{DOWNTIME_END}\n"
-
-
-@pytest.fixture
-def newest_criu() -> Criu:
-    return criu_roots.newest_criu()
 
 
 def test_a_short_run(emulator_environ: dict[str, str], tmp_path: Path, repository: Path) -> None:
@@ -249,26 +240,6 @@ def content(tmp_path: Path) -> Content:
     made = read_content(folder)
     assert made is not None
     return made
-
-
-@pytest.fixture
-def course(emulator_environ: dict[str, str], newest_criu: Criu, tmp_path: Path) -> Course:
-    logs = tmp_path / "logs"
-    logs.mkdir()
-    return Course(
-        checkpointing=Checkpointing(criu=newest_criu, environ=emulator_environ, logs=logs),
-        program=compile_program("target", tmp_path),
-        work=tmp_path,
-        environ=emulator_environ,
-        say=lambda line: None,
-    )
-
-
-@pytest.fixture
-def medium(tmp_path: Path) -> Medium:
-    folder = tmp_path / "medium"
-    folder.mkdir()
-    return Medium(name="disk", folder=folder, filesystem=filesystem_of(folder))
 
 
 def test_content_is_read_as_it_was_written(content: Content, tmp_path: Path) -> None:

@@ -14,10 +14,8 @@ from typing import Any
 
 import pytest
 
-from gpustasis.criu.find import Criu
 from gpustasis.emulator import Emulator
 from gpustasis_bench.bench.beside import InMemory, drain, spin
-from gpustasis_bench.bench.checkpointing import Checkpointing
 from gpustasis_bench.bench.contenders import (
     CONTENDERS,
     OURS,
@@ -39,41 +37,15 @@ from gpustasis_bench.bench.markdown import (
     END,
     write_page,
 )
-from gpustasis_bench.bench.medium import Medium, filesystem_of
+from gpustasis_bench.bench.medium import Medium
 from gpustasis_bench.bench.programs import compile_program, why_refused
 from gpustasis_bench.bench.timing import run_timed
 from gpustasis_bench.contents.layout import ContentWriter
 from gpustasis_bench.errors import BenchError, WrongMemoryError
-from support import criu_roots
 from support.bench import made_report, run_bench
 
 CREDIT_S = 0.003  # of an idle link of the emulator (link_clock.cpp), each time
 MIB = 1 << 20
-
-
-@pytest.fixture
-def newest_criu() -> Criu:
-    return criu_roots.newest_criu()
-
-
-@pytest.fixture
-def course(emulator_environ: dict[str, str], newest_criu: Criu, tmp_path: Path) -> Course:
-    logs = tmp_path / "logs"
-    logs.mkdir()
-    return Course(
-        checkpointing=Checkpointing(criu=newest_criu, environ=emulator_environ, logs=logs),
-        program=compile_program("target", tmp_path),
-        work=tmp_path,
-        environ=emulator_environ,
-        say=lambda line: None,
-    )
-
-
-@pytest.fixture
-def medium(tmp_path: Path) -> Medium:
-    folder = tmp_path / "medium"
-    folder.mkdir()
-    return Medium(name="disk", folder=folder, filesystem=filesystem_of(folder))
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.test_bench import MIB, medium  # noqa: F401 - a fixture
+from bench.test_bench import MIB
 from gpustasis_bench.bench import storage
 from gpustasis_bench.bench.limits import measure_limits
 from gpustasis_bench.bench.medium import Medium, filesystem_of, resident_share
@@ -34,7 +34,7 @@ def disk(repository: Path) -> Iterator[Medium]:
         yield found
 
 
-def test_cold_files_are_cold(medium: Medium) -> None:  # noqa: F811
+def test_cold_files_are_cold(medium: Medium) -> None:
     path = medium.folder / "sub" / "file"
     path.parent.mkdir()
     path.write_bytes(os.urandom(4 * MIB))

@@ -163,7 +163,8 @@ def _hit(
             hits.add(killed.phase, who)
         factor = 1.5 if killed.phase == phase else 0.5
         reach[phase] = min(_REACH_S, max(factor * reach[phase], 0.001))
-        tally.counts.update(["trials", f"in {killed.criu_in}"] if killed.done else ["too late"])
+        tally.counts["trials" if killed.done else "too late"] += 1
+        tally.counts[f"in {killed.criu_in}"] += killed.done and killed.criu_in != ""
         tally.counts[f"killed {killed.phase}"] += killed.done
         tally.counts["while an earlier one was drained"] += killed.done and killed.drained
         lives = False

@@ -25,7 +25,7 @@ from gpustasis.agent.work import CRIU, needs_recovery, require_whole
 from gpustasis.errors import AgentError, CheckpointError, ImageError
 from gpustasis.image.store import read_entry
 from gpustasis.recovery import GUARDIAN_COMM, WORKER_COMM, Outcome
-from gpustasis.task import boot_id, comm_of, find_users, has_driver_thread, read_task
+from gpustasis.task import PROC, boot_id, comm_of, find_users, has_driver_thread, read_task
 
 log = logging.getLogger(__name__)
 
@@ -116,22 +116,29 @@ def _users(place: Path) -> list[int]:
     found: list[int] = []
     with suppress(OSError):
         found = find_users(place, *CRIU, WORKER_COMM, GUARDIAN_COMM)
-    left = [pid for pid in found if _is_left_over(pid)]
-    for pid in left:
-        log.warning("process %d, which a killed criu has left in %s, is ended", pid, place)
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    return [pid for pid in found if pid not in left]
+    return [pid for pid in found if not _end_left_over(pid, place)]
 
 
-def _is_left_over(pid: int) -> bool:
-    """Whether it is a child of a criu that was killed, which leads their process group: criu forks
-    some that only stop, or sleep, until it has looked at them (its vdso, what the kernel can)."""
+def _end_left_over(pid: int, place: Path) -> bool:
+    """End it if it is a child of a criu that dumped and was killed, which led their process group:
+    criu forks some that only stop, or sleep, until it has looked at them (its vdso, what the kernel
+    can). Whether it was one."""
+    try:
+        fd = os.pidfd_open(pid)
+    except OSError:
+        return False
     try:
         group, comm = os.getpgid(pid), comm_of(pid)
-    except (CheckpointError, OSError, ValueError):
+        words = (PROC / str(pid) / "cmdline").read_bytes().split(b"\0")
+        if comm not in CRIU or b"dump" not in words or group == pid or _is_alive(group):
+            return False
+        log.warning("process %d, which a killed criu has left in %s, is ended", pid, place)
+        signal.pidfd_send_signal(fd, signal.SIGKILL)
+    except OSError:  # it has ended
         return False
-    return comm in CRIU and group != pid and not _is_alive(group)
+    finally:
+        os.close(fd)
+    return True
 
 
 def _is_alive(pid: int) -> bool:
@@ -149,13 +156,7 @@ def _job(operation: Operation) -> str:
         return f"{subject} has ended: the node was started anew"
     try:
         with held(subject.pid, subject.start_time):
-            # Where all were killed at once a task may be locked, and no record say so.
-            asked = (
-                pid
-                for pid in tree_pids(subject.pid)
-                if needs_recovery(pid) or has_driver_thread(pid)
-            )
-            said = [text for text in map(_recover, asked) if Outcome.RUNS.value not in text]
+            said = [text for text in map(_recover, tree_pids(subject.pid)) if text]
             return "; ".join(said) or f"{subject} runs"
     except AgentError as exc:
         return str(exc)
@@ -164,7 +165,15 @@ def _job(operation: Operation) -> str:
 
 
 def _recover(pid: int) -> str:
-    """What `gpustasis recover` says."""
-    argv = [sys.executable, "-m", "gpustasis", "recover", str(pid)]
-    ended = process.run(argv, timeout_s=_RECOVER_S, shielded=True)
+    """What `gpustasis recover` says of one process; "": it runs, uses no GPU, or has ended."""
+    try:
+        # Where all were killed at once a task may be locked, and no record say so.
+        if not (needs_recovery(pid) or has_driver_thread(pid)):
+            return ""
+        argv = [sys.executable, "-m", "gpustasis", "recover", str(pid)]
+        ended = process.run(argv, timeout_s=_RECOVER_S, shielded=True)
+    except (CheckpointError, OSError) as exc:
+        return f"it cannot be told whether process {pid} runs: {exc}" if _is_alive(pid) else ""
+    if Outcome.RUNS.value in ended.output or not _is_alive(pid):
+        return ""
     return ended.output.strip()[-500:] or f"recover of {pid} ended with {ended.ending}"

@@ -12,6 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from gpustasis._core import ARENA_MARKER
@@ -59,8 +60,9 @@ class Drains:
 
     def add(self, place: Path) -> None:
         """The checkpoint there was made, if it was."""
-        if not is_there(place / ARENA_MARKER):
-            return
+        with suppress(CheckpointError):  # what cannot be told now is looked at again
+            if not is_there(place / ARENA_MARKER):
+                return
         with self._changed:
             self._todo.setdefault(place, "")
             self._changed.notify_all()
@@ -121,6 +123,8 @@ class Drains:
                 log.warning("%s is not drained: %s", place, entry.incomplete)
                 return ""
             drain(place, rate=self._config.drain_rate, on_progress=self._tell)
+            log.info("%s is %s after %.1f s", place, Tier.DURABLE.value, time.monotonic() - begin)
+            self._on_durable(place)
         except (CheckpointError, OSError) as exc:
             if not place.is_dir():
                 return ""
@@ -131,8 +135,6 @@ class Drains:
         except Exception as exc:
             log.exception("draining %s", place)
             return f"this is a bug in gpustasis: {exc!r}"
-        log.info("%s is %s after %.1f s", place, Tier.DURABLE.value, time.monotonic() - begin)
-        self._on_durable(place)
         return ""
 
     def _tell(self, _done: int, _total: int) -> None:

@@ -131,10 +131,10 @@ class Queue:
 
     def note_durable(self, place: Path) -> None:
         """The checkpoint there is on the disk now."""
+        stored = disk_used(place)
         with self._lock:
             for one in self.operations.values():
                 if one.place == str(place) and one.figures is not None:
-                    stored = disk_used(place)
                     one.figures = replace(one.figures, tier=Tier.DURABLE.value, stored_bytes=stored)
                     break
             else:

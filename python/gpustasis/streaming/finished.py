@@ -15,6 +15,7 @@ from gpustasis.errors import ImageError, StreamError
 from gpustasis.image.arena import require_durable
 from gpustasis.image.checkpoint import parent_directory, require_not_sealed
 from gpustasis.image.directory import is_there, shared
+from gpustasis.image.peer_record import PEER_RECORD
 from gpustasis.streaming import sealed, spool
 from gpustasis.streaming.records import STREAM_MAGIC, Encoder, Header, Kind
 from gpustasis.streaming.send import Sent, Target, identity_of, is_sent, send_file
@@ -29,6 +30,11 @@ def require_sendable(images: Path) -> None:
             f"{images} is built on an earlier checkpoint, which no stream holds: drain it, make a "
             f"copy that needs no other (`gpustasis flatten {images} -o DIR`), and send that"
         )
+
+
+def _files_of(images: Path) -> list[Path]:
+    """What is told of a copy at a neighbour is of this directory alone."""
+    return [path for path in images.iterdir() if is_sent(path) and path.name != PEER_RECORD]
 
 
 def send_finished(images: Path, target: Target) -> Sent:
@@ -62,7 +68,7 @@ def send_finished(images: Path, target: Target) -> Sent:
 
         write(encoder.header)
         found = {}
-        for path in sealed.in_order(path for path in images.iterdir() if is_sent(path)):
+        for path in sealed.in_order(_files_of(images)):
             sealed.require_fit(path.name, sealed=False)
             found[path] = identity_of(send_file(path, encoder, write, sent))
         for path, before in found.items():
