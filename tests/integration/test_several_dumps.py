@@ -132,11 +132,12 @@ def test_a_task_that_a_killed_dump_has_not_begun_to_checkpoint_is_recovered(
         if found is ProcessState.LOCKED:
             for pid in job.pids:
                 driver.lock(pid, 5000)
+        newest_rig.emulator.add_fault("checkpoint", "delay", delay_ms=3000, pid=job.pids[0])
         newest_rig.emulator.add_fault("checkpoint", "error", code=304, pid=job.pids[1])
         newest_rig.emulator.add_fault("restore", "delay", delay_ms=6000)
         images = newest_rig.images()
         words = newest_rig.dump_words(job, images, ["--leave-running"])
-        criu = newest_rig.start(words, ASKED)
+        criu = newest_rig.start(words, ASKED | {"parallel_gpus": 2})
         await_hit(newest_rig.emulator)
         deadline = time.monotonic() + WAIT_S
         while blocked(last) != MASK_OF_DUMP:

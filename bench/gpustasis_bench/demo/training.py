@@ -137,7 +137,7 @@ class Run:
         After a restore the caller must be the subreaper that the process was handed to.
         Raises DemoError if it ended without a result.
         """
-        while not self._ended():
+        while not self.has_ended():
             self._tell(on_step)
             time.sleep(_POLL_SECONDS)
         try:
@@ -156,22 +156,23 @@ class Run:
         if self._process.returncode is None:
             self._process.kill()
             self._process.wait()
-        elif self._reaped and not self._ended():
+        elif self._reaped and not self.has_ended():
             os.kill(self.pid, 9)
             os.waitpid(self.pid, 0)
 
-    def said(self) -> str:
-        """The end of what the program printed."""
-        text = self._log.read_text(encoding="utf-8", errors="replace").strip()
-        return text[-_TAIL:].splitlines()[-1] if text else "it said nothing"
-
-    def _ended(self) -> bool:
+    def has_ended(self) -> bool:
+        """Whether it runs no more; after a restore the caller is its parent by adoption."""
         if not self._reaped:
             return self._process.poll() is not None
         try:  # restored: our child by adoption
             return os.waitpid(self.pid, os.WNOHANG)[0] != 0
         except ChildProcessError:
             return not Path(f"/proc/{self.pid}").exists()
+
+    def said(self) -> str:
+        """The end of what the program printed."""
+        text = self._log.read_text(encoding="utf-8", errors="replace").strip()
+        return text[-_TAIL:].splitlines()[-1] if text else "it said nothing"
 
     def _tell(self, on_step: OnStep | None) -> None:
         if on_step is None:

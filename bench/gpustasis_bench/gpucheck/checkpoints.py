@@ -187,7 +187,7 @@ class Checkpoints:
                     os.kill(pid, signal.SIGKILL)
             dumping.wait()
             begin = time.monotonic()
-            said = self._recover(run.pid, images)
+            said = self._recover(run, images)
             seconds = time.monotonic() - begin
             self._require_same(
                 run.await_result(), f"a run whose dump was killed after {after:.2f} s"
@@ -201,13 +201,17 @@ class Checkpoints:
             "recover": said,
         }
 
-    def _recover(self, pid: int, images: Path) -> str:
-        """What it said, without the pid. The directory is named where it is not found by itself."""
+    def _recover(self, run: Run, images: Path) -> str:
+        """What it said, without the pid. The directory is named where it is not found by itself. A
+        dump that is killed late is over, and its run may have reached its end meanwhile."""
+        pid = run.pid
         words = [sys.executable, "-m", "gpustasis", "recover", str(pid)]
         for more in ([], ["-D", str(images)]):
             ended = process.run([*words, *more], timeout_s=_RECOVER_SECONDS)
             if ended.status == 0:
                 return ended.output.strip().replace(str(pid), "PID")
+        if run.has_ended():
+            return "the run had ended by itself"
         raise CriuError(f"gpustasis recover of a killed dump: {ended.output.strip()[-300:]}")
 
     def _start(self, name: str) -> Run:
