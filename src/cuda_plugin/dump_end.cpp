@@ -151,7 +151,10 @@ void DumpSession::undo_tree() noexcept {
                 },
                 [&](const CallsUnderWay::Answer& answer) {
                     GoingBack& task = tasks[answer.number];
-                    statistics_of(*task.record).phases.add("undo", answer.waited);
+                    // Of direct memory most of it is ours: the worker reads the image meanwhile.
+                    statistics_of(*task.record)
+                        .phases.add(task.record->direct.begun ? "undo" : "driver_undo",
+                                    answer.waited);
                     try {
                         if (!answer.error)
                             done(task);

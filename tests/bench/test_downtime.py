@@ -159,9 +159,9 @@ def test_a_content_is_measured_without_the_drivers_time_too(
     part.measure_content(content)
     (found,) = part.found["contents"]
     ours = found["contenders"][OURS]
-    least = content.gpu_bytes / 7e9
+    assert ours["driver_seconds"] > content.gpu_bytes / 2e9 + content.gpu_bytes / 7e9  # both ways
     assert ours["without_driver_seconds"] == pytest.approx(
-        ours["downtime_seconds"] - ours["driver_seconds"] - least, abs=1e-4
+        ours["downtime_seconds"] - ours["driver_seconds"], abs=1e-4
     )
     assert found["ratios"][OURS]["without_driver_seconds"]["pairs"] == 1
     for name in found["contenders"]:

@@ -265,7 +265,7 @@ class Downtime:
             with course.images(self.medium) as images:
                 row = self._round(course, target, wanted, each, images)
             if is_content and each.rates == STAGED:
-                row["without_driver_seconds"] = without_driver(row, gpu_bytes)
+                row["without_driver_seconds"] = without_driver(row)
             for figure, value in row.items():
                 values[each.name][figure].append(round(value, 6))
             course.say(
@@ -354,7 +354,7 @@ class Downtime:
                             drain(course, images)
                     kinds[kind].append(round(gap, 6))
                     row = {"downtime_seconds": gap, "driver_seconds": dumped.driver_seconds}
-                    without[kind].append(round(without_driver(row, content.gpu_bytes), 6))
+                    without[kind].append(round(without_driver(row), 6))
                 course.say(
                     f"second checkpoint, pair {pair + 1}, {each.name}: stood still "
                     f"{kinds['full'][-1]:.3f} s, incremental {kinds['incremental'][-1]:.3f} s"

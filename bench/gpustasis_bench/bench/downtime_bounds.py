@@ -284,10 +284,11 @@ class _Part:
         bound = self._bound(title, ">=", _SECOND, ratio, name, f"second checkpoint as {name}")
         if not one or not second or self._limits is None:
             return bound
+        read = self._limits["read_process"]
+        hashed = self._limits["xxh3"] * max(map(int, read))  # by as many threads at once
         parts = {
-            "reading the process": round(
-                second["gpu_bytes"] / max(self._limits["read_process"].values()), 4
-            )
+            "reading the process": round(second["gpu_bytes"] / max(read.values()), 4),
+            "hashing it": round(second["gpu_bytes"] / hashed, 4),
         }
         full = one["without_driver_seconds"]["full"]
         return _beside(bound, parts, full, sum(parts.values()))

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from gpustasis_bench.bench.contenders import RATES, STAGED, STOCK
+from gpustasis_bench.bench.contenders import STOCK
 from gpustasis_bench.bench.statistics import paired_ratio
 
 _RATIOS = (
@@ -50,8 +50,7 @@ def ratio_of(
     return paired_ratio(above, below).as_dict()
 
 
-def without_driver(row: Mapping[str, float], gpu_bytes: int) -> float:
-    """Of a downtime of one task and GPU with staging, what is not the driver's: its calls of the
-    dump were timed; the way back takes what the rates say at least, and is not timed by itself."""
-    back = gpu_bytes / RATES[STAGED].up
-    return row["downtime_seconds"] - row["driver_seconds"] - back
+def without_driver(row: Mapping[str, float]) -> float:
+    """Of a downtime of one task and GPU with staging, what is not the driver's: all of its calls
+    were timed, those of the way back too."""
+    return row["downtime_seconds"] - row["driver_seconds"]

@@ -29,7 +29,10 @@ from gpustasis_bench.demo.training import Program, Result, Run
 _POLL_SECONDS = 0.002
 _RECOVER_SECONDS = 300
 _KILLED_AT = (0.1, 0.4, 0.7, 0.8, 0.9)  # of a dump's time
-_PHASES = ("lock", "driver_checkpoint", "write", "drop", "undo", "refill", "driver_restore")
+_PHASES = (
+    *("lock", "driver_checkpoint", "write", "drop", "undo", "driver_undo"),
+    *("refill", "driver_restore"),
+)
 
 Record = dict[str, Any]
 
