@@ -48,6 +48,18 @@ def write_sealed(
     progress: Callable[[int], object] | None = None,
 ) -> tuple[int, int, int]: ...
 
+def seal_from_arena(
+    key: FreshKey,
+    arena: str | PathLike[str],
+    source: str | PathLike[str],
+    names: Sequence[str],
+    target: str | PathLike[str],
+    *,
+    threads: int = 0,
+    rate: int = 0,
+    progress: Callable[[int], object] | None = None,
+) -> tuple[int, int, int]: ...
+
 class SealedEntry:
     @property
     def name(self) -> str: ...

@@ -7,6 +7,7 @@
 #include "seal/key_source.hpp"
 #include "seal/private_key.hpp"
 #include "seal/sealed_checkpoint.hpp"
+#include "seal/sealed_drain.hpp"
 #include "seal/sealed_writer.hpp"
 
 #include <pybind11/stl.h>
@@ -69,18 +70,37 @@ py::tuple recipient_of(const py::bytes& pem) {
     return py::make_tuple(to_python(found.subject), to_python(found.key), to_python(found.warning));
 }
 
-py::tuple write(seal::FreshKey& key, const std::filesystem::path& source,
-                const std::vector<py::str>& names, const std::filesystem::path& target,
-                std::uint32_t frame_size, unsigned threads, const Tell& progress) {
+std::vector<std::string> to_texts(const std::vector<py::str>& names) {
     std::vector<std::string> texts;
     texts.reserve(names.size());
     for (const py::str& name : names)
         texts.push_back(to_text(name));
+    return texts;
+}
+
+py::tuple write(seal::FreshKey& key, const std::filesystem::path& source,
+                const std::vector<py::str>& names, const std::filesystem::path& target,
+                std::uint32_t frame_size, unsigned threads, const Tell& progress) {
+    std::vector<std::string> texts = to_texts(names);
     const seal::SealProgress tell = progress_of(progress);
     const py::gil_scoped_release unlocked;
     const seal::SealedSizes done =
         seal::write_sealed(key, open_dir(source).get(), std::move(texts), open_dir(target).get(),
                            {frame_size, threads}, tell);
+    const py::gil_scoped_acquire locked;
+    return py::make_tuple(done.files, done.plain_size, done.file_size);
+}
+
+py::tuple write_from_arena(seal::FreshKey& key, const std::filesystem::path& arena,
+                           const std::filesystem::path& source, const std::vector<py::str>& names,
+                           const std::filesystem::path& target, unsigned threads,
+                           std::uint64_t rate, const Tell& progress) {
+    std::vector<std::string> texts = to_texts(names);
+    const seal::SealProgress tell = progress_of(progress);
+    const py::gil_scoped_release unlocked;
+    const seal::SealedSizes done = seal::seal_from_arena(
+        key, open_dir(arena).get(), open_dir(source).get(), std::move(texts),
+        open_dir(target).get(), {.threads = threads, .rate = rate}, tell);
     const py::gil_scoped_acquire locked;
     return py::make_tuple(done.files, done.plain_size, done.file_size);
 }
@@ -201,6 +221,13 @@ void bind_sealed(py::module_& m) {
           "Complete and durable on return: (files, bytes of these, bytes written). A key\n"
           "seals once. Raises ValueError, CorruptDataError if a file changes meanwhile, OSError\n"
           "if one cannot be read, OutputError. Releases the GIL.");
+    m.def("seal_from_arena", &write_from_arena, py::arg("key"), py::arg("arena"), py::arg("source"),
+          py::arg("names"), py::arg("target"), py::kw_only(), py::arg("threads") = 0,
+          py::arg("rate") = 0, py::arg("progress") = py::none(),
+          "As write_sealed, of a checkpoint whose images lie in `arena`: each is compressed into a\n"
+          "sealed file of its own, and nothing of it is on a disk in the clear. rate: bytes of\n"
+          "images that are written in a second, at most; 0: no limit. Raises ValueError also if it\n"
+          "is built on another, CorruptDataError also if an image is damaged. Releases the GIL.");
     py::class_<seal::SealedEntry>(m, "SealedEntry", "One file of a sealed checkpoint.")
         .def_property_readonly("name",
                                [](const seal::SealedEntry& self) { return to_python(self.name); })

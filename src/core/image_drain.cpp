@@ -52,20 +52,20 @@ private:
 
 class PacedOutput final : public ImageOutput {
 public:
-    PacedOutput(Pace& pace, int dir, const std::string& name, IoMode io, std::uint32_t alignment)
-        : pace_(pace), file_(dir, name, io, alignment) {}
+    PacedOutput(Pace& pace, std::unique_ptr<ImageOutput> file)
+        : pace_(pace), file_(std::move(file)) {}
 
     void write(std::uint64_t offset, MutBytes buffer, std::size_t size) override {
         pace_.wait_for(size);
-        file_.write(offset, buffer, size);
+        file_->write(offset, buffer, size);
     }
-    void put(std::uint64_t offset, Bytes bytes) override { file_.put(offset, bytes); }
-    void commit(std::uint64_t size) override { file_.commit(size); }
-    bool is_direct() const noexcept override { return file_.is_direct(); }
+    void put(std::uint64_t offset, Bytes bytes) override { file_->put(offset, bytes); }
+    void commit(std::uint64_t size) override { file_->commit(size); }
+    bool is_direct() const noexcept override { return file_->is_direct(); }
 
 private:
     Pace& pace_;
-    FileOutput file_;
+    std::unique_ptr<ImageOutput> file_;
 };
 
 /// The memory that an image holds, for a writer whose chunks are the same.
@@ -102,12 +102,27 @@ private:
 
 class Drain {
 public:
-    Drain(int arena, int image_dir, const DrainOptions& options, const ImageReader::Progress& tell)
-        : arena_(arena), image_dir_(image_dir), options_(options), tell_(tell), pace_(options.rate),
-          local_(arena), durable_(image_dir), manifest_(local_.manifest(0)) {}
+    Drain(int arena, const DrainOptions& options, const ImageReader::Progress& tell)
+        : arena_(arena), options_(options), tell_(tell), pace_(options.rate), local_(arena),
+          manifest_(local_.manifest(0)) {}
 
-    Manifest run(int parent) {
-        build_on(parent);
+    Manifest into(int image_dir, int parent) {
+        durable_.emplace(image_dir);
+        build_on(image_dir, parent);
+        return run([&](const std::string& name, std::uint32_t alignment) {
+            return std::make_unique<FileOutput>(image_dir, name, options_.io, alignment);
+        });
+    }
+
+    Manifest into(const MakeOutput& make) {
+        if (manifest_.chain_length != 0)
+            throw Error(Errc::bad_argument, local_.path(0) + " is built on checkpoint " +
+                                                id_text(manifest_.parent_id));
+        return run(make);
+    }
+
+private:
+    Manifest run(const MakeOutput& make) {
         std::vector<std::pair<ManifestTask*, ImageReader>> left;
         for (ManifestTask& task : manifest_.tasks)
             if (task.externalized)
@@ -124,16 +139,15 @@ public:
             if (ready == left.end())
                 throw Error(Errc::corrupt_data,
                             local_.path(0) + ": its images refer to each other");
-            write(*ready->first, ready->second);
+            write(*ready->first, ready->second, make);
             left.erase(ready);
         }
         return std::move(manifest_);
     }
 
-private:
-    void build_on(int parent) {
+    void build_on(int image_dir, int parent) {
         if (manifest_.chain_length == 0) {
-            if (::unlinkat(image_dir_, kParentLink, 0) != 0 && errno != ENOENT)
+            if (::unlinkat(image_dir, kParentLink, 0) != 0 && errno != ENOENT)
                 throw io_error(std::string("cannot remove the old ") + kParentLink, errno);
             return;
         }
@@ -145,8 +159,8 @@ private:
             throw Error(Errc::bad_argument, directory_path(parent) + " holds checkpoint " +
                                                 id_text(found) + ", and " + local_.path(0) +
                                                 " is built on " + id_text(manifest_.parent_id));
-        link_parent(image_dir_, parent);
-        base_ = ParentIndex::read(durable_);
+        link_parent(image_dir, parent);
+        base_ = ParentIndex::read(*durable_);
     }
 
     ImageReader open(const ManifestTask& task) {
@@ -160,36 +174,35 @@ private:
         return image;
     }
 
-    void write(ManifestTask& task, const ImageReader& image) {
+    void write(ManifestTask& task, const ImageReader& image, const MakeOutput& make) {
         const ImageInfo& info = image.info();
         ParentIndex known = base_ ? *base_ : ParentIndex(info.chunk_size);
         for (const Source& source : info.sources)
             if (const ManifestTask* other = manifest_.find(source.pid, source.kind);
-                source.depth == 0 && other != nullptr)
-                known.add(durable_, manifest_.checkpoint_id, *other);
+                durable_ && source.depth == 0 && other != nullptr)
+                known.add(*durable_, manifest_.checkpoint_id, *other);
         ImageMemory memory(image, done_, tell_);
         const WriteOptions options{.threads = options_.threads,
                                    .compress = options_.compress,
                                    .alignment = image.alignment(),
                                    .io = options_.io,
-                                   .parent = &known};
+                                   .parent = durable_ ? &known : nullptr};
         try {
-            PacedOutput output(pace_, image_dir_, task.image_name(), options_.io,
-                               options.alignment);
+            PacedOutput output(pace_, make(task.image_name(), options.alignment));
             task.digest = write_image(output, info, memory, options).digest;
         } catch (const Error& e) {
-            throw Error(e, "cannot drain " + local_.path(0) + "/" + task.image_name() + " into " +
-                               directory_path(image_dir_) + ": " + e.what());
+            const std::string where = durable_ ? " into " + durable_->path(0) : "";
+            throw Error(e, "cannot drain " + local_.path(0) + "/" + task.image_name() + where +
+                               ": " + e.what());
         }
     }
 
     int arena_;
-    int image_dir_;
     const DrainOptions& options_;
     const ImageReader::Progress& tell_;
     Pace pace_;
     Lineage local_;
-    Lineage durable_; ///< of what is made
+    std::optional<Lineage> durable_; ///< of what is made, if that can be referred to
     Manifest manifest_;
     std::optional<ParentIndex> base_; ///< none: there is no parent
     std::uint64_t done_ = 0;
@@ -199,7 +212,12 @@ private:
 
 Manifest drain_images(int arena, int image_dir, int parent, const DrainOptions& options,
                       const ImageReader::Progress& progress) {
-    return Drain(arena, image_dir, options, progress).run(parent);
+    return Drain(arena, options, progress).into(image_dir, parent);
+}
+
+Manifest drain_images_into(int arena, const MakeOutput& make, const DrainOptions& options,
+                           const ImageReader::Progress& progress) {
+    return Drain(arena, options, progress).into(make);
 }
 
 } // namespace gpustasis

@@ -3,10 +3,14 @@
 #pragma once
 
 #include "core/direct_io.hpp"
+#include "core/image_output.hpp"
 #include "core/image_reader.hpp"
 #include "core/manifest.hpp"
 
 #include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
 
 namespace gpustasis {
 
@@ -26,5 +30,15 @@ struct DrainOptions {
 /// damaged, or is not the one that its manifest lists; bad_argument if `parent` is not the checkpoint that it is built on; io.
 Manifest drain_images(int arena, int image_dir, int parent, const DrainOptions& options,
                       const ImageReader::Progress& progress = {});
+
+/// Where the image `name`, with chunks of this alignment, goes.
+using MakeOutput =
+    std::function<std::unique_ptr<ImageOutput>(const std::string& name, std::uint32_t alignment)>;
+
+/// The same of a checkpoint that is built on no other, into what `make` gives, where nothing can be referred to: each
+/// image holds all of its chunks. Throws Error: bad_argument if it is built on another; as drain_images(), and what
+/// `make` and its outputs throw.
+Manifest drain_images_into(int arena, const MakeOutput& make, const DrainOptions& options,
+                           const ImageReader::Progress& progress = {});
 
 } // namespace gpustasis

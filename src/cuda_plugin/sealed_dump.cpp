@@ -17,10 +17,6 @@
 namespace gpustasis {
 namespace {
 
-// A chunk is read by itself, and with it every frame that it touches: with 128 KiB that was half as much
-// again and more. Below this the cipher gets slower.
-constexpr std::uint32_t kImageFrame = 32U << 10;
-
 std::vector<std::byte> read_certificate(const std::string& path) {
     try {
         const UniqueFd fd = open_regular(AT_FDCWD, path);
@@ -45,7 +41,7 @@ seal::SealedOutput::Options options_of_image(std::uint32_t file_id, const std::s
     return {.file_id = file_id,
             .name = name,
             .alignment = alignment,
-            .frame_size = kImageFrame,
+            .frame_size = seal::kSealedImageFrame,
             .io = io};
 }
 

@@ -29,6 +29,9 @@ inline constexpr std::size_t kEndSize = 64; ///< plain bytes of the end frame
 inline constexpr std::uint32_t kMinSealedFrame = 4U << 10;
 inline constexpr std::uint32_t kMaxSealedFrame = 4U << 20;
 inline constexpr std::uint32_t kDefaultSealedFrame = 1U << 20;
+/// Of images. A chunk is read by itself, and with it every frame that it touches: with 128 KiB that was half as much
+/// again and more. Below this the cipher gets slower.
+inline constexpr std::uint32_t kSealedImageFrame = 32U << 10;
 inline constexpr std::uint64_t kMaxSealedFiles = 1U << 18;
 inline constexpr std::uint64_t kMaxIndexSize = 128U << 20;
 inline constexpr std::uint64_t kMaxContentSize = std::uint64_t{1} << 52; ///< a frame number fits

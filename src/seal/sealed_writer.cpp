@@ -20,6 +20,7 @@ namespace gpustasis::seal {
 namespace {
 
 constexpr std::uint64_t kSecond = 1'000'000'000; // ns
+constexpr std::uint32_t kGivenMode = 0600;
 
 /// What tells a file from another that was put in its place, or from itself after a change.
 struct Identity {
@@ -95,11 +96,21 @@ private:
             if (!can_be_sealed(name) || (!entries.empty() && entries.back().name >= name))
                 throw Error(Errc::bad_argument,
                             "not a name to seal, or one that comes twice: " + name);
+            if (const GivenFile* given = given_of(name)) {
+                entries.push_back({name, kGivenMode, given->content.size(), given->mtime_ns});
+                identities_.emplace_back();
+                continue;
+            }
             const OpenSource found = open_source(source_, name);
             entries.push_back({name, found.mode, found.identity.size, found.identity.mtime_ns});
             identities_.push_back(found.identity);
         }
         return entries;
+    }
+
+    const GivenFile* given_of(const std::string& name) const {
+        const auto found = options_.given.find(name);
+        return found == options_.given.end() ? nullptr : &found->second;
     }
 
     void write_content(const SealProgress& tell) {
@@ -146,6 +157,11 @@ private:
                 std::ranges::copy(Bytes(bytes).subspan(piece.offset, piece.size), to.begin());
                 continue;
             }
+            if (const GivenFile* given = given_of(entry.name)) {
+                std::ranges::copy(Bytes(given->content).subspan(piece.offset, piece.size),
+                                  to.begin());
+                continue;
+            }
             const OpenSource source = open_source(source_, entry.name);
             if (source.identity != identities_[piece.file])
                 throw Error(Errc::corrupt_data, entry.name + " changed while it was sealed");
@@ -179,6 +195,8 @@ SealedSizes write_sealed(FreshKey& key, int source, std::vector<std::string> nam
         !std::has_single_bit(options.frame_size))
         throw Error(Errc::bad_argument,
                     "frame size " + std::to_string(options.frame_size) + " is out of bounds");
+    for (const auto& [name, file] : options.given)
+        names.push_back(name);
     std::ranges::sort(names);
     return Writer(key, source, names, target, options).write(tell);
 }

@@ -7,16 +7,24 @@
 
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <string>
 #include <vector>
 
 namespace gpustasis::seal {
+
+/// A file that is only in memory.
+struct GivenFile {
+    std::vector<std::byte> content;
+    std::uint64_t mtime_ns = 0; ///< since 1970
+};
 
 struct SealOptions {
     std::uint32_t frame_size =
         kDefaultSealedFrame;         ///< a power of two, kMinSealedFrame…kMaxSealedFrame
     unsigned threads = 0;            ///< 0: as many as there are processors
     std::vector<OtherFile> others{}; ///< sealed under the same key before, ascending by number
+    std::map<std::string, GivenFile> given{}; ///< by name: in place of files of `source`
 };
 
 struct SealedSizes {
@@ -28,7 +36,7 @@ struct SealedSizes {
 /// Told how many bytes are done, now and then, from one thread at a time.
 using SealProgress = std::function<void(std::uint64_t done)>;
 
-/// Seal the files `names` of `source` into kSealedName in `target`, synced before it gets the name; what
+/// Seal the files `names` of `source`, and those that `options` gives, into kSealedName in `target`, synced before it gets the name; what
 /// was under that name is replaced. Nothing is left of it on an exception. Links are not followed.
 /// Throws Error: bad_argument for an option, a name that cannot be sealed, or what is no ordinary
 /// file; corrupt_data if a file changes meanwhile; io if one cannot be read; OutputError.

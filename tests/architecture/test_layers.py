@@ -74,7 +74,7 @@ PYTHON_ARROWS = {
     "draining": {"errors", "_core", "criu", "files", "image", "process"},
     "peers": {"errors", "_core", "criu", "files", "image", "draining", "streaming"},
     "archive": {"errors", "_core", "image", "criu", "process", "files"},
-    "sealing": {"errors", "_core", "image", "criu", "process", "files"},
+    "sealing": {"errors", "_core", "image", "criu", "process", "files", "draining"},
     "streaming": {"errors", "_core", "image", "criu", "files", "task", "recovery", "sealing"},
     "criu": {"errors", "process", "driver", "nvml", "files"},
     "runtimes": {"errors", "criu", "image", "archive", "_core", "task", "files", "process"},

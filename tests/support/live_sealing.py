@@ -42,6 +42,8 @@ def needles(images: Path, pair: Pair) -> list[bytes]:
     for entry in SealedReader.open(images, key).entries:
         if entry.name == "gpustasis-manifest.img" or not entry.name.startswith("gpustasis-"):
             continue  # CRIU's
+        if not entry.name.endswith(".img"):
+            continue  # statistics
         image = ImageReader.find_sealed(images, entry.name, key)
         image.attach_sources()
         for index in range(len(image)):

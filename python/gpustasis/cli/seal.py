@@ -12,9 +12,12 @@ import click
 from gpustasis.cli import output
 from gpustasis.cli.framework import Command
 from gpustasis.cli.key_options import keep_from_dumps, key_from, key_options
-from gpustasis.cli.options import threads_option
+from gpustasis.cli.options import Size, threads_option
 from gpustasis.cli.sign import facts as signature_facts
 from gpustasis.cli.sign import sign_options, signer_from
+from gpustasis.draining.priority import lower
+from gpustasis.image.arena import Tier, tier_of
+from gpustasis.image.directory import allow_many_files
 from gpustasis.sealing.recipients import Recipient, read_recipients
 from gpustasis.sealing.seal import Sealed
 from gpustasis.sealing.seal import seal as seal_checkpoint
@@ -46,12 +49,21 @@ _to_option = click.option(
     type=click.Path(path_type=Path),
     help="Where the sealed checkpoint goes; must not exist.",
 )
+@click.option(
+    "--rate-limit",
+    type=Size(),
+    default=0,
+    metavar="SIZE",
+    help="Of a checkpoint that is only in memory: write at most so much of images in a second; 0: "
+    "as much as the disk takes.  [default: 0]",
+)
 @sign_options
 @threads_option
 def seal(
     checkpoint: Path,
     certificates: tuple[Path, ...],
     out: Path,
+    rate_limit: int,
     sign_key: Path | None,
     sign_certificate: Path | None,
     threads: int,
@@ -61,8 +73,16 @@ def seal(
 
     OUT appears when it was read back and compared. DIR stays as it is, in the clear: to remove it
     is up to you, and what was removed may stay readable on the disk.
+
+    A checkpoint that is only in memory (tier = "ram") is sealed out of it, compressed, with the
+    priorities of a drain: what was in GPU memory is never on the disk in the clear. It is in memory
+    as before then: `gpustasis arena discard` gives that back.
     """
     keep_from_dumps()
+    is_local = tier_of(checkpoint) == Tier.LOCAL
+    if is_local:
+        lower()
+        allow_many_files()
     recipients = _read(certificates)
     signer = signer_from(sign_key, sign_certificate)
     with output.bars() as update:
@@ -71,6 +91,7 @@ def seal(
             recipients,
             out,
             threads=threads,
+            rate=rate_limit,
             signer=signer,
             on_progress=lambda count: update("sealed, read back", count, None),
         )
@@ -83,16 +104,24 @@ def seal(
             **asdict(done),
             "signature": None if signature is None else signature_facts(signature),
         },
-        lambda: _show(checkpoint, out, recipients, done),
+        lambda: _show(checkpoint, out, recipients, done, is_local),
     )
 
 
-def _show(checkpoint: Path, out: Path, recipients: Sequence[Recipient], done: Sealed) -> None:
+def _show(
+    checkpoint: Path, out: Path, recipients: Sequence[Recipient], done: Sealed, is_local: bool
+) -> None:
     output.say(
         f"{out}: {plural(done.files, 'file')}, {mib(done.plain_bytes)}, sealed for "
         f"{plural(len(recipients), 'recipient')}"
         + ("" if done.signature is None else f", signed by {done.signature.subject}")
     )
+    if is_local:
+        output.say(
+            f"{checkpoint} is in memory as before: `gpustasis arena discard {checkpoint}` gives "
+            "that back"
+        )
+        return
     output.say(
         f"{checkpoint} is still there, in the clear: remove it if you do not need it; what was "
         "removed may stay readable on the disk"

@@ -22,6 +22,7 @@ from gpustasis._core import (
     ARENA_MARKER,
     ARENA_OWNER,
     MANIFEST_NAME,
+    ArenaOwner,
     Manifest,
     drain_images,
     read_arena_owner,
@@ -163,7 +164,7 @@ def _drain_opened(
     directory: Path, rate: int, threads: int, compress: bool, on_progress: OnProgress | None
 ) -> tuple[int, int, int, bytes]:
     require_not_sealed(directory)
-    with _locked(directory) as is_marked:
+    with locked(directory) as is_marked:
         if not is_marked:
             return (0, 0, 0, _durable(directory).checkpoint_id)
         marker = find_marker(directory)
@@ -204,12 +205,7 @@ def _write(
     directory: Path, rate: int, threads: int, compress: bool, on_progress: OnProgress | None
 ) -> tuple[int, int, int]:
     arena = stored_directory(directory)
-    with image_errors():
-        owner = read_arena_owner(arena)
-    if not is_images_of(directory, owner):
-        raise ImageError(
-            f"{directory} is a copy of {owner.images}, whose images are in {arena}: drain that"
-        )
+    owner = require_own(directory, arena)
     with shared((directory, arena)):
         manifest = finished_manifest(directory, arena)
         parent = _parent_of(directory, manifest)
@@ -231,6 +227,18 @@ def _write(
             _sync_all(directory, arena, names)
             write_manifest(directory, drained)
     return len(names), total, sum((directory / name).stat().st_size for name in names)
+
+
+def require_own(directory: Path, arena: Path) -> ArenaOwner:
+    """Raise ImageError unless the images in `arena` are of the checkpoint in `directory`, and not
+    of one that this is a copy of."""
+    with image_errors():
+        owner = read_arena_owner(arena)
+    if not is_images_of(directory, owner):
+        raise ImageError(
+            f"{directory} is a copy of {owner.images}, whose images are in {arena}: drain that"
+        )
+    return owner
 
 
 def _take_time(arena: Path, directory: Path) -> None:
@@ -335,7 +343,7 @@ def _writing(directory: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _locked(directory: Path) -> Iterator[bool]:
+def locked(directory: Path) -> Iterator[bool]:
     """Hold the lock of the marker: no other drain, and no dump, is at work there. False: there is
     no marker. Raises CheckpointError."""
     path = directory / ARENA_MARKER

@@ -2,29 +2,37 @@
 """Seal a checkpoint into a new directory.
 
 The sealed form is written beside its place, synced, read back and compared with the files. Only
-then does it get its name. The plain checkpoint is read, and never changed or removed.
+then does it get its name. The plain checkpoint is read, and never changed or removed. One that is
+only in memory is sealed out of it: its images are never on a disk in the clear.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gpustasis._core import (
+    ARENA_MARKER,
     DEFAULT_SEALED_FRAME,
     ENVELOPE_NAME,
+    MANIFEST_NAME,
     MAX_ENVELOPE_SIZE,
     SEALED_NAME,
     FreshKey,
     SealedReader,
+    is_sealed_name,
+    seal_from_arena,
     write_sealed,
 )
+from gpustasis.draining.drain import finished_manifest, locked, require_own
 from gpustasis.errors import CheckpointError, SealError
 from gpustasis.files import open_new, sync
-from gpustasis.image.arena import require_durable
-from gpustasis.image.directory import new_directory, require_outside, share
+from gpustasis.image.arena import Tier, stored_directory, tier_of
+from gpustasis.image.directory import new_directory, require_outside, share, shared
+from gpustasis.image.peer_record import PEER_RECORD
 from gpustasis.sealing.directory import (
     Identity,
     copy_inventory,
@@ -59,31 +67,52 @@ def seal(
     *,
     threads: int = 0,
     frame_size: int = DEFAULT_SEALED_FRAME,
+    rate: int = 0,
     signer: Signer | None = None,
     on_progress: OnProgress | None = None,
 ) -> Sealed:
     """Seal the checkpoint in `directory` for these into the new directory `out`.
 
     out: must not exist. threads: 0: one for each processor. frame_size:
-    in bytes, a power of two from 4 KiB to 4 MiB. signer: what signs `out`.
+    in bytes, a power of two from 4 KiB to 4 MiB, of all but images out of memory. rate: of a
+    checkpoint that is only in memory, bytes of images that are written in a second, at most; 0: no
+    limit. signer: what signs `out`.
 
     Raises SealError for what cannot be sealed or read, and if files came, went or changed
-    meanwhile; CheckpointError if `out` is there, is within `directory` or cannot be written.
+    meanwhile; CheckpointError if `out` is there, is within `directory` or cannot be written, and
+    for a rate of one that is on the disk; ImageError if one in memory is lost or not finished.
     Nothing is at `out` then.
     """
     if os.path.lexists(out):
         raise CheckpointError(f"{out} is there already; name a new directory")
     require_outside(out, directory)
-    require_durable(directory, "seal it")
+    tell = on_progress or (lambda done: None)
+    with locked(directory) as is_marked:
+        if is_marked and tier_of(directory) == Tier.LOCAL:
+            arena = stored_directory(directory)
+            require_own(directory, arena)
+            with shared((directory, arena)), new_directory(out) as place:
+                done = _write_local(directory, arena, recipients, place, threads, rate, tell)
+                return _signed(done, place, out, signer, threads)
+    if rate:
+        raise CheckpointError(
+            f"{directory} is on the disk: a rate limit is for what is only in memory"
+        )
     with share(directory):
         found = files_to_seal(directory)
         require_whole(directory, found)
         with new_directory(out) as place:
-            done = _write(directory, found, recipients, place, threads, frame_size, on_progress)
-            if signer is None:
-                return done
-            signature = replace(sign_held(place, signer, threads=threads), directory=out)
-            return replace(done, signature=signature)
+            done = _write(directory, found, recipients, place, threads, frame_size, tell)
+            return _signed(done, place, out, signer, threads)
+
+
+def _signed(
+    done: Sealed, place: Path, out: Path, signer: Signer | None, threads: int
+) -> Sealed:
+    if signer is None:
+        return done
+    signature = replace(sign_held(place, signer, threads=threads), directory=out)
+    return replace(done, signature=signature)
 
 
 def _write(
@@ -93,9 +122,8 @@ def _write(
     place: Path,
     threads: int,
     frame_size: int,
-    on_progress: OnProgress | None,
+    tell: OnProgress,
 ) -> Sealed:
-    tell = on_progress or (lambda done: None)
     with sealed_errors(str(directory)):
         fresh = FreshKey()
         envelope = fresh.key.wrap([recipient.pem for recipient in recipients])
@@ -108,25 +136,80 @@ def _write(
             threads=threads,
             progress=tell,
         )
-    with open_new(place / ENVELOPE_NAME) as file:
-        file.write(envelope)
-        sync(file)
+    _write_envelope(place, envelope)
     copy_inventory(directory, place)
-    _forget(place / SEALED_NAME)
-    with seal_errors(place):
-        sealed = SealedReader.open(place, fresh.key)
-    with sealed_errors(f"{directory}, compared with {place / SEALED_NAME}"):
-        sealed.compare(directory, threads, lambda done: tell(plain_bytes + done))
-    # What names are in it was read from the disk as well: all that were to be sealed.
-    if {entry.name for entry in sealed.entries} != set(found) or files_to_seal(directory) != found:
-        raise SealError(f"{directory}: files came, went or changed while it was sealed")
-    if read_file(place / ENVELOPE_NAME, MAX_ENVELOPE_SIZE) != envelope:
-        raise SealError(f"{place / ENVELOPE_NAME} reads back as something else")
+    with _read_back(place, fresh, set(found), envelope) as sealed:
+        with sealed_errors(f"{directory}, compared with {place / SEALED_NAME}"):
+            sealed.compare(directory, threads, lambda done: tell(plain_bytes + done))
+        if files_to_seal(directory) != found:
+            raise SealError(f"{directory}: files came, went or changed while it was sealed")
     return Sealed(files=files, plain_bytes=plain_bytes, sealed_bytes=sealed_bytes)
 
 
+def _write_local(
+    directory: Path,
+    arena: Path,
+    recipients: Sequence[Recipient],
+    place: Path,
+    threads: int,
+    rate: int,
+    tell: OnProgress,
+) -> Sealed:
+    manifest = finished_manifest(directory, arena)
+    images = {task.image_name for task in manifest.tasks if task.externalized}
+    found = _beside_images(directory, images)
+    require_whole(directory, {*found, *images})
+    with sealed_errors(str(directory)):
+        fresh = FreshKey()
+        envelope = fresh.key.wrap([recipient.pem for recipient in recipients])
+        _write_envelope(place, envelope)
+        files, plain_bytes, sealed_bytes = seal_from_arena(
+            fresh, arena, directory, list(found), place, threads=threads, rate=rate, progress=tell
+        )
+    copy_inventory(directory, place)
+    with _read_back(place, fresh, {*found, *images, MANIFEST_NAME}, envelope) as sealed:
+        # Each image was checked as it was read out of memory, and is compressed anew: that it is
+        # on the disk as it was sealed, the tags of its frames tell.
+        with sealed_errors(str(place)):
+            sealed.check([], threads, lambda done: tell(plain_bytes + done))
+        if _beside_images(directory, images) != found:
+            raise SealError(f"{directory}: files came, went or changed while it was sealed")
+    return Sealed(files=files, plain_bytes=plain_bytes, sealed_bytes=sealed_bytes)
+
+
+def _beside_images(directory: Path, images: set[str]) -> dict[str, Identity]:
+    """What is to be sealed of the directory itself; not images that a killed drain has left there,
+    and not what is said of this directory alone. Raises as files_to_seal."""
+    kept = {*images, ARENA_MARKER, PEER_RECORD}
+    return {name: one for name, one in files_to_seal(directory).items() if name not in kept}
+
+
+def _write_envelope(place: Path, envelope: bytes) -> None:
+    with open_new(place / ENVELOPE_NAME) as file:
+        file.write(envelope)
+        sync(file)
+
+
+@contextmanager
+def _read_back(
+    place: Path, fresh: FreshKey, names: set[str], envelope: bytes
+) -> Iterator[SealedReader]:
+    """What was sealed, read from the disk again as far as the kernel will; after the block, that
+    it is all of `names`. Raises SealError."""
+    for path in place.iterdir():
+        if is_sealed_name(path.name):
+            _forget(path)
+    with seal_errors(place):
+        sealed = SealedReader.open(place, fresh.key)
+    yield sealed
+    # What names are in it was read from the disk as well: all that were to be sealed.
+    if {entry.name for entry in sealed.entries} != names:
+        raise SealError(f"{place}: it does not hold the files that were to be sealed")
+    if read_file(place / ENVELOPE_NAME, MAX_ENVELOPE_SIZE) != envelope:
+        raise SealError(f"{place / ENVELOPE_NAME} reads back as something else")
+
+
 def _forget(path: Path) -> None:
-    """Have the kernel read the file from the disk again, as far as it will."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)

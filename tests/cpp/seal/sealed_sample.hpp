@@ -87,7 +87,7 @@ inline std::vector<std::string> names_of(const std::map<std::string, Buffer>& fi
     return names;
 }
 
-constexpr gpustasis::seal::SealOptions kSmall{gpustasis::seal::kMinSealedFrame, 2};
+const inline gpustasis::seal::SealOptions kSmall{gpustasis::seal::kMinSealedFrame, 2};
 
 /// files(), sealed under `key` into `to`.
 inline void seal_into(const Directory& to, gpustasis::seal::FreshKey& key) {

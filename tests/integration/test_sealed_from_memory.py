@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`gpustasis seal` of a checkpoint that is only in memory: what was in GPU memory is never on the
+disk in the clear."""
+
+from __future__ import annotations
+
+import fcntl
+import time
+from pathlib import Path
+
+import pytest
+
+from campaigns.rig import Rig, small_filesystem
+from gpustasis._core import ARENA_MARKER
+from gpustasis.image.arena import Tier, stored_directory, tier_of
+from gpustasis.image.peer_record import PEER_RECORD
+from support.arena import dump, ram, restore
+from support.certificates import Pair
+from support.json_output import check_document
+from support.live_sealing import gpustasis, needles
+
+MIB = 1 << 20
+
+
+def sealing(images: Path, pair: Pair, out: Path) -> tuple[str | Path, ...]:
+    return ("seal", images, "--to", pair.certificate, "-o", out)
+
+
+def images_in(directory: Path) -> list[str]:
+    """Of ours, with memory; but for what is sealed."""
+    no_memory = ("gpustasis-sealed", "gpustasis-manifest")
+    found = sorted(path.name for path in directory.glob("gpustasis-*.img"))
+    return [name for name in found if not name.startswith(no_memory)]
+
+
+def unsealed(rig: Rig, pair: Pair, sealed: Path, to: Path) -> Path:
+    done = gpustasis(rig, "unseal", sealed, "--key", pair.key, "-o", to)
+    assert done.returncode == 0, done.stderr
+    return to
+
+
+@pytest.mark.parametrize("cpu_memory", ["criu", "ours"])
+def test_there_and_back(
+    newest_rig: Rig, arena: Path, me: Pair, tmp_path: Path, cpu_memory: str
+) -> None:
+    with newest_rig.job(mib=16, children=1) as job:
+        images = dump(newest_rig, job, **ram(arena, cpu_memory=cpu_memory))
+        job.wait()
+        out = tmp_path / "sealed"
+        words = sealing(images, me, out)
+        done = gpustasis(newest_rig, *words, "--json")
+        assert done.returncode == 0, done.stderr
+        found = check_document(done.stdout, "seal")
+        assert found["plain_bytes"] >= 32 * MIB
+        stored = sum(path.stat().st_size for path in out.glob("gpustasis-sealed*.img"))
+        assert found["sealed_bytes"] == stored < found["plain_bytes"]
+
+        wanted = needles(out, me)
+        assert wanted
+        for path in out.iterdir():
+            content = path.read_bytes()
+            assert path.name == "inventory.img" or path.name.startswith("gpustasis-sealed")
+            assert not any(needle in content for needle in wanted), path.name
+        assert tier_of(images) == Tier.LOCAL  # as before, and nothing of it was written there
+        assert images_in(images) == []
+
+        given_up = gpustasis(newest_rig, "arena", "discard", images, "--arena", arena)
+        assert given_up.returncode == 0, given_up.stderr
+        restore(newest_rig, job, unsealed(newest_rig, me, out, tmp_path / "plain"))
+        verified = gpustasis(newest_rig, "verify", tmp_path / "plain")
+        assert verified.returncode == 0, verified.stderr
+
+
+def test_what_is_of_the_directory_alone_is_not_sealed(
+    newest_rig: Rig, arena: Path, me: Pair, tmp_path: Path
+) -> None:
+    """The marker, what is told of a copy at a neighbour, and an image of a drain that was killed,
+    which need not be whole."""
+    with newest_rig.job(mib=8) as job:
+        images = dump(newest_rig, job, **ram(arena))
+        job.wait()
+        (name,) = images_in(stored_directory(images))
+        (images / name).write_bytes(b"a part")
+        (images / PEER_RECORD).write_text("{}")
+        done = gpustasis(newest_rig, *sealing(images, me, tmp_path / "sealed"))
+        assert done.returncode == 0, done.stderr
+        assert f"gpustasis arena discard {images}" in done.stdout
+        plain = unsealed(newest_rig, me, tmp_path / "sealed", tmp_path / "plain")
+        kept = {path.name for path in images.iterdir()} - {ARENA_MARKER, PEER_RECORD}
+        assert {path.name for path in plain.iterdir()} == kept | {"gpustasis-manifest.img"}
+        assert (plain / name).stat().st_size > 1000
+        restore(newest_rig, job, plain)
+
+
+def test_what_cannot_be_sealed_is_refused_and_stays_in_memory(
+    newest_rig: Rig, arena: Path, me: Pair, tmp_path: Path
+) -> None:
+    out = tmp_path / "sealed"
+    with newest_rig.job(mib=8) as job:
+        first = dump(newest_rig, job, "--leave-running", **ram(arena))
+        second = dump(newest_rig, job, "--leave-running", **ram(arena, parent=str(first)))
+        done = gpustasis(newest_rig, *sealing(second, me, out))
+        assert done.returncode != 0 and "gpustasis flatten" in done.stderr, done.stderr
+
+        with (first / ARENA_MARKER).open("rb") as marker:
+            fcntl.flock(marker, fcntl.LOCK_EX)  # a drain is at work
+            done = gpustasis(newest_rig, *sealing(first, me, out))
+            assert done.returncode != 0 and "another drain is at work" in done.stderr, done.stderr
+
+        with small_filesystem(tmp_path / "small", 3 * MIB, 0) as small:
+            done = gpustasis(newest_rig, *sealing(first, me, small / "sealed"))
+            assert done.returncode != 0 and "No space left" in done.stderr, done.stderr
+            assert list(small.iterdir()) == []
+
+        (name,) = images_in(stored_directory(first))
+        with (stored_directory(first) / name).open("r+b") as image:
+            image.seek(3 * MIB)
+            byte = image.read(1)
+            image.seek(3 * MIB)
+            image.write(bytes([byte[0] ^ 1]))
+        done = gpustasis(newest_rig, *sealing(first, me, out))
+        assert done.returncode != 0 and name in done.stderr, done.stderr
+
+        assert not out.exists() and not list(tmp_path.glob("*.part"))
+        assert tier_of(first) == tier_of(second) == Tier.LOCAL
+        job.run_on()
+
+
+def test_a_rate_limit_is_for_what_is_in_memory(
+    newest_rig: Rig, arena: Path, me: Pair, tmp_path: Path
+) -> None:
+    with newest_rig.job(mib=8) as job:
+        images = dump(newest_rig, job, **ram(arena))
+        job.wait()
+        begin = time.monotonic()
+        words = sealing(images, me, tmp_path / "slow")
+        done = gpustasis(newest_rig, *words, "--rate-limit", "1M")
+        assert done.returncode == 0, done.stderr
+        assert time.monotonic() - begin > 2  # of 8 MiB 2 are random, at least
+        done = gpustasis(newest_rig, "drain", images)
+        assert done.returncode == 0, done.stderr
+        done = gpustasis(
+            newest_rig, *sealing(images, me, tmp_path / "sealed"), "--rate-limit", "1M"
+        )
+        assert done.returncode != 0 and "only in memory" in done.stderr
+        assert not (tmp_path / "sealed").exists()
