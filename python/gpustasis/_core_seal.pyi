@@ -47,7 +47,6 @@ def write_sealed(
     threads: int = 0,
     progress: Callable[[int], object] | None = None,
 ) -> tuple[int, int, int]: ...
-
 def seal_from_arena(
     key: FreshKey,
     arena: str | PathLike[str],

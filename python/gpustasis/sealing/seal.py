@@ -106,9 +106,7 @@ def seal(
             return _signed(done, place, out, signer, threads)
 
 
-def _signed(
-    done: Sealed, place: Path, out: Path, signer: Signer | None, threads: int
-) -> Sealed:
+def _signed(done: Sealed, place: Path, out: Path, signer: Signer | None, threads: int) -> Sealed:
     if signer is None:
         return done
     signature = replace(sign_held(place, signer, threads=threads), directory=out)
@@ -197,7 +195,7 @@ def _read_back(
     """What was sealed, read from the disk again as far as the kernel will; after the block, that
     it is all of `names`. Raises SealError."""
     for path in place.iterdir():
-        if is_sealed_name(path.name):
+        if is_sealed_name(path.name) and path.name != ENVELOPE_NAME:
             _forget(path)
     with seal_errors(place):
         sealed = SealedReader.open(place, fresh.key)
