@@ -98,9 +98,9 @@ py::tuple write_from_arena(seal::FreshKey& key, const std::filesystem::path& are
     std::vector<std::string> texts = to_texts(names);
     const seal::SealProgress tell = progress_of(progress);
     const py::gil_scoped_release unlocked;
-    const seal::SealedSizes done = seal::seal_from_arena(
-        key, open_dir(arena).get(), open_dir(source).get(), std::move(texts),
-        open_dir(target).get(), {.threads = threads, .rate = rate}, tell);
+    const seal::SealedSizes done =
+        seal::seal_from_arena(key, open_dir(arena).get(), open_dir(source).get(), std::move(texts),
+                              open_dir(target).get(), {.threads = threads, .rate = rate}, tell);
     const py::gil_scoped_acquire locked;
     return py::make_tuple(done.files, done.plain_size, done.file_size);
 }
@@ -221,13 +221,14 @@ void bind_sealed(py::module_& m) {
           "Complete and durable on return: (files, bytes of these, bytes written). A key\n"
           "seals once. Raises ValueError, CorruptDataError if a file changes meanwhile, OSError\n"
           "if one cannot be read, OutputError. Releases the GIL.");
-    m.def("seal_from_arena", &write_from_arena, py::arg("key"), py::arg("arena"), py::arg("source"),
-          py::arg("names"), py::arg("target"), py::kw_only(), py::arg("threads") = 0,
-          py::arg("rate") = 0, py::arg("progress") = py::none(),
-          "As write_sealed, of a checkpoint whose images lie in `arena`: each is compressed into a\n"
-          "sealed file of its own, and nothing of it is on a disk in the clear. rate: bytes of\n"
-          "images that are written in a second, at most; 0: no limit. Raises ValueError also if it\n"
-          "is built on another, CorruptDataError also if an image is damaged. Releases the GIL.");
+    m.def(
+        "seal_from_arena", &write_from_arena, py::arg("key"), py::arg("arena"), py::arg("source"),
+        py::arg("names"), py::arg("target"), py::kw_only(), py::arg("threads") = 0,
+        py::arg("rate") = 0, py::arg("progress") = py::none(),
+        "As write_sealed, of a checkpoint whose images lie in `arena`: each is compressed into a\n"
+        "sealed file of its own, and nothing of it is on a disk in the clear. rate: bytes of\n"
+        "images that are written in a second, at most; 0: no limit. Raises ValueError also if it\n"
+        "is built on another, CorruptDataError also if an image is damaged. Releases the GIL.");
     py::class_<seal::SealedEntry>(m, "SealedEntry", "One file of a sealed checkpoint.")
         .def_property_readonly("name",
                                [](const seal::SealedEntry& self) { return to_python(self.name); })

@@ -107,8 +107,7 @@ public:
           manifest_(local_.manifest(0)) {}
 
     Manifest into(int image_dir, int parent) {
-        durable_.emplace(image_dir);
-        build_on(image_dir, parent);
+        build_on(durable_.emplace(image_dir), image_dir, parent);
         return run([&](const std::string& name, std::uint32_t alignment) {
             return std::make_unique<FileOutput>(image_dir, name, options_.io, alignment);
         });
@@ -116,8 +115,8 @@ public:
 
     Manifest into(const MakeOutput& make) {
         if (manifest_.chain_length != 0)
-            throw Error(Errc::bad_argument, local_.path(0) + " is built on checkpoint " +
-                                                id_text(manifest_.parent_id));
+            throw Error(Errc::bad_argument,
+                        local_.path(0) + " is built on checkpoint " + id_text(manifest_.parent_id));
         return run(make);
     }
 
@@ -145,7 +144,7 @@ private:
         return std::move(manifest_);
     }
 
-    void build_on(int image_dir, int parent) {
+    void build_on(Lineage& made, int image_dir, int parent) {
         if (manifest_.chain_length == 0) {
             if (::unlinkat(image_dir, kParentLink, 0) != 0 && errno != ENOENT)
                 throw io_error(std::string("cannot remove the old ") + kParentLink, errno);
@@ -160,7 +159,7 @@ private:
                                                 id_text(found) + ", and " + local_.path(0) +
                                                 " is built on " + id_text(manifest_.parent_id));
         link_parent(image_dir, parent);
-        base_ = ParentIndex::read(*durable_);
+        base_ = ParentIndex::read(made);
     }
 
     ImageReader open(const ManifestTask& task) {
@@ -176,17 +175,21 @@ private:
 
     void write(ManifestTask& task, const ImageReader& image, const MakeOutput& make) {
         const ImageInfo& info = image.info();
-        ParentIndex known = base_ ? *base_ : ParentIndex(info.chunk_size);
-        for (const Source& source : info.sources)
-            if (const ManifestTask* other = manifest_.find(source.pid, source.kind);
-                durable_ && source.depth == 0 && other != nullptr)
-                known.add(*durable_, manifest_.checkpoint_id, *other);
+        std::optional<ParentIndex> known; // none: nothing can be referred to
+        if (durable_) {
+            Lineage& made = *durable_;
+            known = base_ ? *base_ : ParentIndex(info.chunk_size);
+            for (const Source& source : info.sources)
+                if (const ManifestTask* other = manifest_.find(source.pid, source.kind);
+                    source.depth == 0 && other != nullptr)
+                    known->add(made, manifest_.checkpoint_id, *other);
+        }
         ImageMemory memory(image, done_, tell_);
         const WriteOptions options{.threads = options_.threads,
                                    .compress = options_.compress,
                                    .alignment = image.alignment(),
                                    .io = options_.io,
-                                   .parent = durable_ ? &known : nullptr};
+                                   .parent = known ? &*known : nullptr};
         try {
             PacedOutput output(pace_, make(task.image_name(), options.alignment));
             task.digest = write_image(output, info, memory, options).digest;

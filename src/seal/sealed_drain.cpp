@@ -66,7 +66,8 @@ SealedSizes seal_from_arena(FreshKey& key, int arena, int source, std::vector<st
                                       .frame_size = kSealedImageFrame,
                                       .io = options.io});
         },
-        options, [&](std::uint64_t done) {
+        options,
+        [&](std::uint64_t done) {
             memory = done;
             if (tell)
                 tell(done);
