@@ -17,6 +17,7 @@
 #include <optional>
 #include <string>
 #include <thread>
+#include <typeinfo>
 #include <utility>
 #include <vector>
 
@@ -194,6 +195,8 @@ private:
             PacedOutput output(pace_, make(task.image_name(), options.alignment));
             task.digest = write_image(output, info, memory, options).digest;
         } catch (const Error& e) {
+            if (typeid(e) != typeid(Error))
+                throw; // an output's own: it says what it could not write
             const std::string where = durable_ ? " into " + durable_->path(0) : "";
             throw Error(e, "cannot drain " + local_.path(0) + "/" + task.image_name() + where +
                                ": " + e.what());

@@ -71,7 +71,7 @@ def seal(
     """Encrypt the checkpoint in DIR into the new directory OUT: all of its files and their names,
     but for inventory.img, which CRIU and the container engines look for.
 
-    OUT appears when it was read back and compared. DIR stays as it is, in the clear: to remove it
+    OUT appears when it was read back and checked. DIR stays as it is, in the clear: to remove it
     is up to you, and what was removed may stay readable on the disk.
 
     A checkpoint that is only in memory (tier = "ram") is sealed out of it, compressed, with the
@@ -79,8 +79,7 @@ def seal(
     as before then: `gpustasis arena discard` gives that back.
     """
     keep_from_dumps()
-    is_local = tier_of(checkpoint) == Tier.LOCAL
-    if is_local:
+    if tier_of(checkpoint) == Tier.LOCAL:
         lower()
         allow_many_files()
     recipients = _read(certificates)
@@ -104,19 +103,22 @@ def seal(
             **asdict(done),
             "signature": None if signature is None else signature_facts(signature),
         },
-        lambda: _show(checkpoint, out, recipients, done, is_local),
+        lambda: _show(checkpoint, out, recipients, done),
     )
 
 
-def _show(
-    checkpoint: Path, out: Path, recipients: Sequence[Recipient], done: Sealed, is_local: bool
-) -> None:
+def _show(checkpoint: Path, out: Path, recipients: Sequence[Recipient], done: Sealed) -> None:
     output.say(
         f"{out}: {plural(done.files, 'file')}, {mib(done.plain_bytes)}, sealed for "
         f"{plural(len(recipients), 'recipient')}"
         + ("" if done.signature is None else f", signed by {done.signature.subject}")
     )
-    if is_local:
+    if done.in_clear:
+        output.say(
+            f"{checkpoint} has images of a drain that was killed, in the clear: "
+            + ", ".join(done.in_clear)
+        )
+    if done.state == Tier.LOCAL:
         output.say(
             f"{checkpoint} is in memory as before: `gpustasis arena discard {checkpoint}` gives "
             "that back"

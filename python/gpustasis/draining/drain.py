@@ -224,7 +224,7 @@ def _write(
                 progress=tell,
             )
             names = [task.image_name for task in drained.tasks if task.externalized]
-            _sync_all(directory, arena, names)
+            sync_files(directory, arena, names)
             write_manifest(directory, drained)
     return len(names), total, sum((directory / name).stat().st_size for name in names)
 
@@ -298,7 +298,7 @@ def _memory_of(arena: Path, manifest: Manifest) -> int:
         )
 
 
-def _sync_all(directory: Path, arena: Path, written: list[str]) -> None:
+def sync_files(directory: Path, arena: Path, written: list[str]) -> None:
     """What criu has written, it has not synced; nor the name of its directory, which whoever
     started it may have made a moment ago. written: names of what the drain has written, as the next
     one does again. Raises OSError; ImageError if another file cannot be synced."""
@@ -358,8 +358,10 @@ def locked(directory: Path) -> Iterator[bool]:
             raise ImageError(f"cannot open {path}: {exc.strerror}") from exc
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        except OSError as exc:
             os.close(fd)
+            if not isinstance(exc, BlockingIOError):
+                raise ImageError(f"cannot lock {path}: {exc.strerror}") from exc
             if time.monotonic() >= end:
                 raise CheckpointError(
                     f"{path} is locked: another drain is at work, or the dump has not ended"

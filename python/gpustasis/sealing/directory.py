@@ -136,13 +136,17 @@ def open_sealed(directory: Path, key: DataKey) -> SealedReader:
 Identity = tuple[int, int, int, int, int]
 
 
-def files_to_seal(directory: Path) -> dict[str, Identity]:
-    """Every file, by name, of what looks like a checkpoint that needs no other. Raises SealError
-    for a directory that is none, and for what is no ordinary file or not finished; CheckpointError
-    if it cannot be listed."""
+def files_to_seal(directory: Path, leave: Container[str] = ()) -> dict[str, Identity]:
+    """Every file, by name, of what looks like a checkpoint that needs no other, but those that are
+    to be left. Raises SealError for a directory that is none, and for what is no ordinary file or
+    not finished; CheckpointError if it cannot be listed."""
     try:
         with os.scandir(directory) as items:
-            found = {item.name: item.stat(follow_symlinks=False) for item in items}
+            found = {
+                item.name: item.stat(follow_symlinks=False)
+                for item in items
+                if item.name not in leave
+            }
     except OSError as exc:
         raise CheckpointError(f"cannot list {directory}: {exc.strerror}") from exc
     if any(map(is_sealed_name, found)):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -27,11 +27,11 @@ from gpustasis._core import (
     seal_from_arena,
     write_sealed,
 )
-from gpustasis.draining.drain import finished_manifest, locked, require_own
+from gpustasis.draining.drain import finished_manifest, locked, require_own, sync_files
 from gpustasis.errors import CheckpointError, SealError
 from gpustasis.files import open_new, sync
-from gpustasis.image.arena import Tier, stored_directory, tier_of
-from gpustasis.image.directory import new_directory, require_outside, share, shared
+from gpustasis.image.arena import Tier, by_descriptor, stored_directory, tier_of
+from gpustasis.image.directory import is_there, new_directory, require_outside, share, shared
 from gpustasis.image.peer_record import PEER_RECORD
 from gpustasis.sealing.directory import (
     Identity,
@@ -51,13 +51,16 @@ OnProgress = Callable[[int], object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sealed:
-    """files: how many are in it; plain_bytes: of these; sealed_bytes: of the sealed file.
-    signature: None: it was not to be signed."""
+    """state: of the checkpoint that was sealed. files: how many are in it; plain_bytes: of these;
+    sealed_bytes: of the sealed files. signature: None: it was not to be signed. in_clear: names of
+    images that a drain which was killed has left in the directory of a local one."""
 
+    state: Tier
     files: int
     plain_bytes: int
     sealed_bytes: int
     signature: Signature | None = None
+    in_clear: tuple[str, ...] = ()
 
 
 def seal(
@@ -87,18 +90,20 @@ def seal(
         raise CheckpointError(f"{out} is there already; name a new directory")
     require_outside(out, directory)
     tell = on_progress or (lambda done: None)
-    with locked(directory) as is_marked:
-        if is_marked and tier_of(directory) == Tier.LOCAL:
-            arena = stored_directory(directory)
-            require_own(directory, arena)
-            with shared((directory, arena)), new_directory(out) as place:
-                done = _write_local(directory, arena, recipients, place, threads, rate, tell)
-                return _signed(done, place, out, signer, threads)
-    if rate:
-        raise CheckpointError(
-            f"{directory} is on the disk: a rate limit is for what is only in memory"
-        )
+    if tier_of(directory) == Tier.LOCAL:
+        # Marker, images and arena have to be those of one directory.
+        with _held(directory) as inside, locked(inside) as is_marked:
+            if is_marked and tier_of(inside) == Tier.LOCAL:  # not drained meanwhile
+                arena = stored_directory(inside)
+                require_own(inside, arena)
+                with shared((inside, arena)), new_directory(out) as place:
+                    done = _write_local(inside, arena, recipients, place, threads, rate, tell)
+                    return _signed(done, place, out, signer, threads)
     with share(directory):
+        if rate:
+            raise CheckpointError(
+                f"{directory} is on the disk: a rate limit is for what is only in memory"
+            )
         found = files_to_seal(directory)
         require_whole(directory, found)
         with new_directory(out) as place:
@@ -141,7 +146,19 @@ def _write(
             sealed.compare(directory, threads, lambda done: tell(plain_bytes + done))
         if files_to_seal(directory) != found:
             raise SealError(f"{directory}: files came, went or changed while it was sealed")
-    return Sealed(files=files, plain_bytes=plain_bytes, sealed_bytes=sealed_bytes)
+    return Sealed(
+        state=Tier.DURABLE, files=files, plain_bytes=plain_bytes, sealed_bytes=sealed_bytes
+    )
+
+
+@contextmanager
+def _held(directory: Path) -> Iterator[Path]:
+    with ExitStack() as held:
+        try:
+            inside = held.enter_context(by_descriptor(directory))
+        except OSError as exc:
+            raise CheckpointError(f"cannot open {directory}: {exc.strerror}") from exc
+        yield inside
 
 
 def _write_local(
@@ -154,13 +171,26 @@ def _write_local(
     tell: OnProgress,
 ) -> Sealed:
     manifest = finished_manifest(directory, arena)
+    if manifest.chain_length:
+        raise SealError(
+            f"{directory} is built on an earlier checkpoint, which would not be sealed with it: "
+            "drain it, make a copy that needs no other with `gpustasis flatten`, and seal that"
+        )
     images = {task.image_name for task in manifest.tasks if task.externalized}
-    found = _beside_images(directory, images)
+    # Not what is said of this directory alone, nor what a killed drain has left, whole or in part.
+    left = {*images, MANIFEST_NAME}
+    left |= {f".{name}.part" for name in (*left, PEER_RECORD)} | {ARENA_MARKER, PEER_RECORD}
+    found = files_to_seal(directory, left)
     require_whole(directory, {*found, *images})
+    try:
+        sync_files(directory, arena, [])  # CRIU has not: what was lost on the way would be sealed
+    except OSError as exc:
+        raise CheckpointError(f"cannot sync {directory}: {exc.strerror}") from exc
     with sealed_errors(str(directory)):
         fresh = FreshKey()
         envelope = fresh.key.wrap([recipient.pem for recipient in recipients])
-        _write_envelope(place, envelope)
+    _write_envelope(place, envelope)
+    with sealed_errors(str(directory)):
         files, plain_bytes, sealed_bytes = seal_from_arena(
             fresh, arena, directory, list(found), place, threads=threads, rate=rate, progress=tell
         )
@@ -170,16 +200,16 @@ def _write_local(
         # on the disk as it was sealed, the tags of its frames tell.
         with sealed_errors(str(place)):
             sealed.check([], threads, lambda done: tell(plain_bytes + done))
-        if _beside_images(directory, images) != found:
+        if files_to_seal(directory, left) != found:
             raise SealError(f"{directory}: files came, went or changed while it was sealed")
-    return Sealed(files=files, plain_bytes=plain_bytes, sealed_bytes=sealed_bytes)
-
-
-def _beside_images(directory: Path, images: set[str]) -> dict[str, Identity]:
-    """What is to be sealed of the directory itself; not images that a killed drain has left there,
-    and not what is said of this directory alone. Raises as files_to_seal."""
-    kept = {*images, ARENA_MARKER, PEER_RECORD}
-    return {name: one for name, one in files_to_seal(directory).items() if name not in kept}
+    remains = images | {f".{name}.part" for name in images}
+    return Sealed(
+        state=Tier.LOCAL,
+        files=files,
+        plain_bytes=plain_bytes,
+        sealed_bytes=sealed_bytes,
+        in_clear=tuple(sorted(name for name in remains if is_there(directory / name))),
+    )
 
 
 def _write_envelope(place: Path, envelope: bytes) -> None:
