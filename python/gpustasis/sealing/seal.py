@@ -51,9 +51,10 @@ OnProgress = Callable[[int], object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sealed:
-    """state: of the checkpoint that was sealed. files: how many are in it; plain_bytes: of these;
-    sealed_bytes: of the sealed files. signature: None: it was not to be signed. in_clear: names of
-    images that a drain which was killed has left in the directory of a local one."""
+    """state: of the checkpoint that was sealed. files: how many are in it; plain_bytes: of these,
+    and of images out of memory the memory that they hold; sealed_bytes: of the sealed files.
+    signature: None: it was not to be signed. in_clear: names of images that a drain which was
+    killed has left in the directory of a local one."""
 
     state: Tier
     files: int
@@ -141,11 +142,12 @@ def _write(
         )
     _write_envelope(place, envelope)
     copy_inventory(directory, place)
-    with _read_back(place, fresh, set(found), envelope) as sealed:
-        with sealed_errors(f"{directory}, compared with {place / SEALED_NAME}"):
-            sealed.compare(directory, threads, lambda done: tell(plain_bytes + done))
-        if files_to_seal(directory) != found:
-            raise SealError(f"{directory}: files came, went or changed while it was sealed")
+    sealed = _open_again(place, fresh)
+    with sealed_errors(f"{directory}, compared with {place / SEALED_NAME}"):
+        sealed.compare(directory, threads, lambda done: tell(plain_bytes + done))
+    _require_all(place, sealed, set(found), envelope)
+    if files_to_seal(directory) != found:
+        raise _changed(directory)
     return Sealed(
         state=Tier.DURABLE, files=files, plain_bytes=plain_bytes, sealed_bytes=sealed_bytes
     )
@@ -195,13 +197,14 @@ def _write_local(
             fresh, arena, directory, list(found), place, threads=threads, rate=rate, progress=tell
         )
     copy_inventory(directory, place)
-    with _read_back(place, fresh, {*found, *images, MANIFEST_NAME}, envelope) as sealed:
-        # Each image was checked as it was read out of memory, and is compressed anew: that it is
-        # on the disk as it was sealed, the tags of its frames tell.
-        with sealed_errors(str(place)):
-            sealed.check([], threads, lambda done: tell(plain_bytes + done))
-        if files_to_seal(directory, left) != found:
-            raise SealError(f"{directory}: files came, went or changed while it was sealed")
+    sealed = _open_again(place, fresh)
+    # Each image was checked as it was read out of memory, and is compressed anew: that it is on the
+    # disk as it was sealed, the tags of its frames tell.
+    with sealed_errors(str(place)):
+        sealed.check([], threads, lambda done: tell(plain_bytes + done))
+    _require_all(place, sealed, {*found, *images, MANIFEST_NAME}, envelope)
+    if files_to_seal(directory, left) != found:
+        raise _changed(directory)
     remains = images | {f".{name}.part" for name in images}
     return Sealed(
         state=Tier.LOCAL,
@@ -218,18 +221,21 @@ def _write_envelope(place: Path, envelope: bytes) -> None:
         sync(file)
 
 
-@contextmanager
-def _read_back(
-    place: Path, fresh: FreshKey, names: set[str], envelope: bytes
-) -> Iterator[SealedReader]:
-    """What was sealed, read from the disk again as far as the kernel will; after the block, that
-    it is all of `names`. Raises SealError."""
+def _changed(directory: Path) -> SealError:
+    return SealError(f"{directory}: files came, went or changed while it was sealed")
+
+
+def _open_again(place: Path, fresh: FreshKey) -> SealedReader:
+    """What was sealed, to be read from the disk as far as the kernel will. Raises SealError."""
     for path in place.iterdir():
         if is_sealed_name(path.name) and path.name != ENVELOPE_NAME:
             _forget(path)
     with seal_errors(place):
-        sealed = SealedReader.open(place, fresh.key)
-    yield sealed
+        return SealedReader.open(place, fresh.key)
+
+
+def _require_all(place: Path, sealed: SealedReader, names: set[str], envelope: bytes) -> None:
+    """Raise SealError unless `names` are what is sealed, and the envelope is what was written."""
     # What names are in it was read from the disk as well: all that were to be sealed.
     if {entry.name for entry in sealed.entries} != names:
         raise SealError(f"{place}: it does not hold the files that were to be sealed")
@@ -238,6 +244,7 @@ def _read_back(
 
 
 def _forget(path: Path) -> None:
+    """Have the kernel read the file from the disk again, as far as it will."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
