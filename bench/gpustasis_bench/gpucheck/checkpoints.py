@@ -156,18 +156,20 @@ class Checkpoints:
 
     def killed_dumps(self) -> list[Record]:
         """Of a dump, criu and all processes of the plugin are killed, at several moments; then
-        `gpustasis recover` brings the run back."""
+        `gpustasis recover` brings the run back. How long a dump takes is not the same twice; so the
+        last one is killed when GPU memory is seen to be written, after the driver's checkpoint."""
         run = self._start("not-killed")
         try:
             run.await_mark()
             whole = dump(self._criu, run.pid, self._images("not-killed")).seconds
         finally:
             run.kill()
-        return [
+        at_times = [
             self._killed(f"killed-{number}", at * whole) for number, at in enumerate(_KILLED_AT)
         ]
+        return [*at_times, self._killed("killed-writing", None)]
 
-    def _killed(self, name: str, after: float) -> Record:
+    def _killed(self, name: str, after: float | None) -> Record:
         run = self._start(name)
         images = self._images(name)
         try:
@@ -183,23 +185,26 @@ class Checkpoints:
             )
             while not _dumping_into(images) and dumping.poll() is None:
                 time.sleep(_POLL_SECONDS)
-            time.sleep(after)
-            victims = _dumping_into(images)
-            for pid in victims:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            seen = time.monotonic()
+            if after is None:
+                while not _is_written(images, run.pid) and dumping.poll() is None:
+                    time.sleep(_POLL_SECONDS)
+            else:
+                time.sleep(after)
+            victims = _kill(images)
+            killed_after = time.monotonic() - seen
             dumping.wait()
             begin = time.monotonic()
             said = self._recover(run, images)
             seconds = time.monotonic() - begin
             self._require_same(
-                run.await_result(), f"a run whose dump was killed after {after:.2f} s"
+                run.await_result(), f"a run whose dump was killed after {killed_after:.2f} s"
             )
         finally:
             run.kill()
         return {
-            "killed_after_seconds": round(after, 3),
-            "killed": len(victims),
+            "killed_after_seconds": round(killed_after, 3),
+            "killed": victims,
             "recover_seconds": round(seconds, 3),
             "recover": said,
         }
@@ -252,6 +257,23 @@ def _bring_back_size(log: Path, images: Path) -> None:
         for name, size in parse_open_files(path.read_bytes(), str(path)).values()
     }
     os.truncate(log, sizes[log.name])
+
+
+def _is_written(images: Path, pid: int) -> bool:
+    with suppress(FileNotFoundError):
+        return (images / f"gpustasis-{pid}.img").stat().st_size > 0
+    return False
+
+
+def _kill(images: Path) -> int:
+    """Processes that were killed; what appeared meanwhile is killed as well."""
+    killed = set()
+    while found := set(_dumping_into(images)) - killed:
+        for pid in sorted(found):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        killed |= found
+    return len(killed)
 
 
 def _dumping_into(images: Path) -> list[int]:
