@@ -343,8 +343,13 @@ void ImageReader::restore(MemorySink& sink, unsigned threads, bool fresh,
                                            sink.write_zeros(place.address, place.size);
                                        return;
                                    }
-                                   state_->decode(entry, scratch.stored.bytes(), plain);
-                                   sink.write(place.address, plain);
+                                   Lent<MemorySink> lent(sink, place.address, place.size);
+                                   if (lent.bytes().empty()) {
+                                       state_->decode(entry, scratch.stored.bytes(), plain);
+                                       return sink.write(place.address, plain);
+                                   }
+                                   state_->decode(entry, scratch.stored.bytes(), lent.bytes());
+                                   lent.put();
                                });
     });
 }

@@ -111,6 +111,7 @@ public:
                 failure.record();
                 places_.cancel();
                 queue_.cancel();
+                source_.cancel();
             }
         };
         run_workers(threads_, failure, work);
@@ -178,9 +179,11 @@ private:
             if (index >= map_.count())
                 break;
             const ChunkPlace place = map_.at(index);
-            source_.read(place.address, buffer->plain.bytes().first(place.size));
+            fetch(place, *buffer);
             if (!make_chunk(index, place.size, *buffer, totals, scratch))
                 break;
+            if (buffer->size == 0 || buffer->is_packed)
+                buffer->lent.reset();
             if (buffer->size != 0)
                 buffer = pass_on(buffer);
         }
@@ -189,6 +192,15 @@ private:
         queue_.leave();
         const std::lock_guard lock(totals_mutex_);
         totals_ += totals;
+    }
+
+    // Outputs write zeros behind a chunk up to a block's end, and behind lent bytes are others. Only a lent chunk that
+    // stays within its block is taken.
+    void fetch(const ChunkPlace& place, WriteQueue::Buffer& buffer) {
+        if (place.size % kDirectAlignment == 0 && place.size % options_.alignment == 0)
+            buffer.lent = Lent<MemorySource>(source_, place.address, place.size);
+        if (buffer.lent.bytes().empty())
+            source_.read(place.address, buffer.plain.bytes().first(place.size));
     }
 
     // Returns a buffer for the next chunk; nullptr: another worker has failed.
@@ -205,7 +217,7 @@ private:
     // size. False if another worker has failed meanwhile.
     bool make_chunk(std::uint64_t index, std::size_t plain_size, WriteQueue::Buffer& buffer,
                     EncodingTotals& totals, ParentScratch& scratch) {
-        const MutBytes plain = buffer.plain.bytes().first(plain_size);
+        const MutBytes plain = buffer.plain_bytes().first(plain_size);
         Bytes stored;
         format::IndexEntry entry = make_entry(plain, buffer.packed.bytes(), stored, scratch);
         const auto offset = places_.take(index, stored.size());
@@ -228,7 +240,9 @@ private:
     }
 
     void write(WriteQueue::Buffer& made) {
-        output_.write(made.offset, (made.is_packed ? made.packed : made.plain).bytes(), made.size);
+        output_.write(made.offset, made.is_packed ? made.packed.bytes() : made.plain_bytes(),
+                      made.size);
+        made.lent.reset();
     }
 
     // Everything but the place of `stored`, which is what this file is to hold of the chunk.

@@ -12,7 +12,8 @@ WriteQueue::WriteQueue(unsigned buffers, std::size_t plain_size, std::size_t pac
     std::vector<AlignedBuffer> plain = AlignedBuffer::side_by_side(buffers, plain_size);
     std::vector<AlignedBuffer> packed = AlignedBuffer::side_by_side(buffers, packed_size);
     for (unsigned i = 0; i < buffers; ++i) {
-        buffers_.push_back({.plain = std::move(plain[i]), .packed = std::move(packed[i])});
+        buffers_.push_back(
+            {.plain = std::move(plain[i]), .packed = std::move(packed[i]), .lent = {}});
         free_.push_back(&buffers_.back());
     }
 }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "core/direct_io.hpp"
+#include "core/memory_port.hpp"
 
 #include <condition_variable>
 #include <cstddef>
@@ -25,9 +26,14 @@ public:
     struct Buffer {
         AlignedBuffer plain;
         AlignedBuffer packed;
+        Lent<MemorySource> lent; ///< if it holds a chunk, `plain` does not
         std::uint64_t offset = 0;
         std::size_t size = 0;   ///< bytes to be written
-        bool is_packed = false; ///< they are in `packed`, not in `plain`
+        bool is_packed = false; ///< they are in `packed`
+
+        MutBytes plain_bytes() noexcept {
+            return lent.bytes().empty() ? plain.bytes() : lent.bytes();
+        }
     };
     using Write = std::function<void(Buffer&)>;
 

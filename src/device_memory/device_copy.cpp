@@ -160,12 +160,16 @@ struct DeviceSource::Device {
     Device& operator=(const Device&) = delete;
     ~Device() { end(); }
 
-    void end() noexcept {
+    void cancel() noexcept {
         {
             const std::lock_guard lock(mutex);
             ends = true;
         }
         changed.notify_all();
+    }
+
+    void end() noexcept {
+        cancel();
         for (std::thread& thread : threads)
             thread.join();
     }
@@ -217,28 +221,47 @@ struct DeviceSource::Device {
             const std::uint64_t block = offset / kBlock;
             const std::uint64_t within = offset % kBlock;
             const std::size_t count = std::min<std::uint64_t>(out.size(), size_of(block) - within);
-            Slot& slot = slots[block % kBlocks];
-            {
-                std::unique_lock lock(mutex);
-                changed.wait(lock, [&] {
-                    return failure || (slot.block == block && slot.left != 0) || slot.block > block;
-                });
-                if (failure)
-                    std::rethrow_exception(failure);
-                if (slot.block > block)
-                    throw Error(Errc::bad_argument, "memory of a GPU was read twice");
-            }
+            await(block);
             std::memcpy(out.data(), memory_of(block) + within, count);
-            {
-                const std::lock_guard lock(mutex);
-                slot.left -= count;
-                if (slot.left == 0)
-                    slot.block += kBlocks;
-            }
-            changed.notify_all();
+            have_read(block, count);
             out = out.subspan(count);
             offset += count;
         }
+    }
+
+    MutBytes lend(std::uint64_t offset, std::size_t count) {
+        const std::uint64_t block = offset / kBlock;
+        if (count == 0 || offset + count > size || (offset + count - 1) / kBlock != block)
+            return {};
+        await(block);
+        return {memory_of(block) + offset % kBlock, count};
+    }
+
+    // `block` is there.
+    void await(std::uint64_t block) {
+        Slot& slot = slots[block % kBlocks];
+        std::unique_lock lock(mutex);
+        changed.wait(lock, [&] {
+            return ends || failure || (slot.block == block && slot.left != 0) || slot.block > block;
+        });
+        if (failure)
+            std::rethrow_exception(failure);
+        if (ends)
+            throw Error(Errc::io, "no more memory of a GPU is read");
+        if (slot.block > block)
+            throw Error(Errc::bad_argument, "memory of a GPU was read twice");
+    }
+
+    void have_read(std::uint64_t block, std::size_t count) noexcept {
+        Slot& slot = slots[block % kBlocks];
+        {
+            const std::lock_guard lock(mutex);
+            slot.left -= count;
+            if (slot.left != 0)
+                return;
+            slot.block += kBlocks;
+        }
+        changed.notify_all();
     }
 
     const std::uint64_t size;
@@ -260,8 +283,22 @@ DeviceSource::DeviceSource(CustomStorage& storage, const std::vector<NumberedDev
 
 DeviceSource::~DeviceSource() = default;
 
+void DeviceSource::cancel() noexcept {
+    for (const std::unique_ptr<Device>& device : devices_)
+        if (device)
+            device->cancel();
+}
+
 void DeviceSource::read(std::uint64_t address, MutBytes out) {
     find(devices_, address, out.size()).read(device_offset(address), out);
+}
+
+MutBytes DeviceSource::lend(std::uint64_t address, std::size_t size) {
+    return find(devices_, address, size).lend(device_offset(address), size);
+}
+
+void DeviceSource::take_back(std::uint64_t address, MutBytes lent) noexcept {
+    devices_[device_number(address)]->have_read(device_offset(address) / kBlock, lent.size());
 }
 
 struct DeviceSink::Device {
@@ -304,24 +341,47 @@ struct DeviceSink::Device {
         if (offset + bytes.size() > size)
             bytes = bytes.first(offset < size ? size - offset : 0);
         while (!bytes.empty()) {
-            const std::size_t count = std::min<std::uint64_t>(bytes.size(), kPiece);
-            Piece piece = take();
-            try {
-                if (piece.was_used)
-                    lane.wait(stream_of(piece));
-                std::byte* const host = lane.memory() + piece.number * kPiece;
-                std::memcpy(host, bytes.data(), count);
-                piece.was_used = true;
-                lane.to_device(stream_of(piece), host, offset, count);
-                touch(moved_at);
-            } catch (...) {
-                put_back(piece);
-                throw;
-            }
-            put_back(piece);
-            bytes = bytes.subspan(count);
-            offset += count;
+            const MutBytes host = take_free().first(std::min<std::uint64_t>(bytes.size(), kPiece));
+            std::ranges::copy(bytes.first(host.size()), host.begin());
+            put(offset, host);
+            bytes = bytes.subspan(host.size());
+            offset += host.size();
         }
+    }
+
+    MutBytes lend(std::uint64_t offset, std::size_t count) {
+        if (count == 0 || count > kPiece || offset + count > size)
+            return {};
+        return take_free().first(count);
+    }
+
+    // The memory of a piece that no copy uses.
+    MutBytes take_free() {
+        Piece piece = take();
+        try {
+            if (piece.was_used)
+                lane.wait(stream_of(piece));
+        } catch (...) {
+            put_back(piece);
+            throw;
+        }
+        return {lane.memory() + piece.number * kPiece, kPiece};
+    }
+
+    void put(std::uint64_t offset, MutBytes host) {
+        const Piece piece{number_of(host), true};
+        try {
+            lane.to_device(stream_of(piece), host.data(), offset, host.size());
+            touch(moved_at);
+        } catch (...) {
+            put_back(piece);
+            throw;
+        }
+        put_back(piece);
+    }
+
+    std::size_t number_of(MutBytes host) const noexcept {
+        return static_cast<std::size_t>(host.data() - lane.memory()) / kPiece;
     }
 
     const std::uint64_t size;
@@ -343,6 +403,19 @@ void DeviceSink::write(std::uint64_t address, Bytes bytes) {
 }
 
 void DeviceSink::write_zeros(std::uint64_t, std::uint64_t) {}
+
+MutBytes DeviceSink::lend(std::uint64_t address, std::size_t size) {
+    return find(devices_, address, size).lend(device_offset(address), size);
+}
+
+void DeviceSink::put(std::uint64_t address, MutBytes lent) {
+    find(devices_, address, lent.size()).put(device_offset(address), lent);
+}
+
+void DeviceSink::take_back(std::uint64_t address, MutBytes lent) noexcept {
+    Device& device = *devices_[device_number(address)];
+    device.put_back({device.number_of(lent), false});
+}
 
 void DeviceSink::finish() {
     for (const std::unique_ptr<Device>& device : devices_)

@@ -65,6 +65,10 @@ public:
 
     /// Throws Error: io, also what a copy has failed with; bad_argument outside of the devices.
     void read(std::uint64_t address, MutBytes out) override;
+    /// Of what was copied ahead. No more is, where what is lent lies in the way.
+    MutBytes lend(std::uint64_t address, std::size_t size) override;
+    void take_back(std::uint64_t address, MutBytes lent) noexcept override;
+    void cancel() noexcept override;
 
 private:
     struct Device;
@@ -83,6 +87,10 @@ public:
     void write(std::uint64_t address, Bytes bytes) override;
     /// Nothing: it is so.
     void write_zeros(std::uint64_t address, std::uint64_t length) override;
+    /// Page-locked, from which it is copied to the GPU.
+    MutBytes lend(std::uint64_t address, std::size_t size) override;
+    void put(std::uint64_t address, MutBytes lent) override;
+    void take_back(std::uint64_t address, MutBytes lent) noexcept override;
     /// All that was written is there. Throws DriverError.
     void finish();
 

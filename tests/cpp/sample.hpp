@@ -5,6 +5,7 @@
 #include "check.hpp"
 
 #include "core/bytes.hpp"
+#include "core/direct_io.hpp"
 #include "core/image_info.hpp"
 #include "core/memory_port.hpp"
 
@@ -13,10 +14,12 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <cstdint>
 #include <cstring>
 #include <map>
+#include <mutex>
 #include <random>
 #include <string>
 #include <vector>
@@ -135,7 +138,7 @@ public:
         });
     }
 
-private:
+protected:
     gpustasis::MutBytes find(std::uint64_t address, std::size_t size) {
         auto after = runs_.upper_bound(address);
         if (after != runs_.begin()) {
@@ -145,7 +148,41 @@ private:
         }
         throw gpustasis::io_error("memory of the test", EFAULT);
     }
+
+private:
     std::map<std::uint64_t, Buffer> runs_;
+};
+
+/// Lends buffers of its own for what is put, but not for less than `least` bytes.
+class LendingMemory : public Memory {
+public:
+    explicit LendingMemory(std::size_t least) : least_(least) {}
+    gpustasis::MutBytes lend(std::uint64_t address, std::size_t size) override {
+        if (size < least_)
+            return {};
+        find(address, size);
+        const std::lock_guard lock(mutex_);
+        return lent_.emplace(address, gpustasis::AlignedBuffer(size))
+            .first->second.bytes()
+            .first(size);
+    }
+    void put(std::uint64_t address, gpustasis::MutBytes lent) override {
+        write(address, lent);
+        ++puts;
+        take_back(address, lent);
+    }
+    void take_back(std::uint64_t address, gpustasis::MutBytes lent) noexcept override {
+        const std::lock_guard lock(mutex_);
+        CHECK(lent_.at(address).bytes().data() == lent.data());
+        lent_.erase(address);
+    }
+    std::size_t out() const { return lent_.size(); }
+    std::atomic<unsigned> puts = 0;
+
+private:
+    const std::size_t least_;
+    std::mutex mutex_;
+    std::map<std::uint64_t, gpustasis::AlignedBuffer> lent_;
 };
 
 inline gpustasis::Id id_of(unsigned char byte) {

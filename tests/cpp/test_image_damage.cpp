@@ -361,6 +361,12 @@ void nothing_unchecked_is_restored() {
     Buffer page(4096);
     memory.read(0x11000, page);
     CHECK(page == Buffer(4096));
+    sample::LendingMemory lending(1);
+    lending.map_like(memory, std::byte{0});
+    CHECK_THROWS(Errc::corrupt_data, reader.restore(lending, 2, false));
+    lending.read(0x11000, page);
+    CHECK(page == Buffer(4096));
+    CHECK(lending.out() == 0);
     try {
         reader.verify(1);
         CHECK(false && "damage was not found");

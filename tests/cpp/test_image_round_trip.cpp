@@ -22,6 +22,8 @@ ImageReader write_and_open(const sample::TempDir& dir, const ImageInfo& info, Me
     return reader;
 }
 
+unsigned lent_puts = 0; ///< of memory that was lent
+
 void what_was_written_is_read(std::uint32_t chunk_size, std::uint32_t alignment, bool compress) {
     const sample::TempDir dir;
     Memory memory;
@@ -36,6 +38,13 @@ void what_was_written_is_read(std::uint32_t chunk_size, std::uint32_t alignment,
     restored.map_like(memory, std::byte{0xaa});
     reader.restore(restored, 3, false);
     CHECK(restored == memory);
+
+    sample::LendingMemory lending(chunk_size); // whole chunks; the last ones of regions are shorter
+    lending.map_like(memory, std::byte{0xaa});
+    reader.restore(lending, 3, false);
+    CHECK(static_cast<Memory&>(lending) == memory);
+    CHECK(lending.out() == 0);
+    lent_puts += lending.puts;
 
     Memory fresh;
     fresh.map_like(memory, std::byte{0});
@@ -157,6 +166,7 @@ int main() {
         for (const std::uint32_t alignment : {1U, 64U, 4096U})
             for (const bool compress : {true, false})
                 what_was_written_is_read(chunk_size, alignment, compress);
+    CHECK(lent_puts > 0);
     the_way_of_io_leaves_no_trace(".");
     the_way_of_io_leaves_no_trace("/dev/shm");
     every_chunk_can_be_read_alone();

@@ -2,6 +2,7 @@
 #include "check.hpp"
 #include "sample.hpp"
 
+#include "core/direct_io.hpp"
 #include "core/image_reader.hpp"
 #include "core/image_writer.hpp"
 
@@ -11,7 +12,10 @@
 
 #include <atomic>
 #include <chrono>
+#include <condition_variable>
 #include <csignal>
+#include <map>
+#include <mutex>
 #include <thread>
 
 using namespace gpustasis;
@@ -108,6 +112,100 @@ void memory_needed_does_not_grow_with_the_image() {
 #else
     CHECK(peak_kib() >= before);
 #endif
+}
+
+/// Memory that lends what is within `window` bytes of the first that is out, and spoils what it has taken back.
+class Lending : public Memory {
+public:
+    MutBytes lend(std::uint64_t address, std::size_t size) override {
+        std::unique_lock lock(mutex_);
+        freed_.wait(lock, [&] {
+            return cancelled_ || out_.empty() || address < out_.begin()->first + window;
+        });
+        if (cancelled_)
+            throw io_error("the test", ECANCELED);
+        // What follows is another's: who writes into it is seen by that one.
+        AlignedBuffer buffer(size);
+        Memory::read(address, buffer.bytes().first(size));
+        ++lent;
+        return out_.emplace(address, std::move(buffer)).first->second.bytes().first(size);
+    }
+    void take_back(std::uint64_t address, MutBytes bytes) noexcept override {
+        {
+            const std::lock_guard lock(mutex_);
+            CHECK(out_.at(address).bytes().data() == bytes.data());
+            std::ranges::fill(bytes, std::byte{0xee});
+            back_.push_back(std::move(out_.at(address))); // who still uses it reads what is spoilt
+            out_.erase(address);
+        }
+        freed_.notify_all();
+    }
+    void cancel() noexcept override {
+        {
+            const std::lock_guard lock(mutex_);
+            cancelled_ = true;
+        }
+        freed_.notify_all();
+    }
+    std::size_t out() const { return out_.size(); }
+    std::uint64_t window = 16384;
+    unsigned lent = 0;
+
+private:
+    std::mutex mutex_;
+    std::condition_variable freed_;
+    std::map<std::uint64_t, AlignedBuffer> out_;
+    std::vector<AlignedBuffer> back_;
+    bool cancelled_ = false;
+};
+
+void what_is_lent_makes_the_same_file() {
+    const sample::TempDir dir;
+    Memory plain;
+    map_large_mixture(plain);
+    for (const bool compress : {false, true})
+        for (const std::uint32_t alignment : {1U, 4096U}) {
+            const ImageInfo info = info_of(plain, 16384);
+            WriteOptions options{.compress = compress, .alignment = alignment};
+            write_image(dir.fd(), kName, info, plain, options);
+            const Buffer wanted = sample::read_file(dir.fd(), kName);
+            for (const unsigned threads : {1U, 4U, 8U}) {
+                Lending memory;
+                map_large_mixture(memory);
+                options.threads = threads;
+                write_image(dir.fd(), kName, info, memory, options);
+                CHECK(sample::read_file(dir.fd(), kName) == wanted);
+                CHECK(memory.lent > 40 && memory.out() == 0);
+            }
+        }
+}
+
+/// Takes some chunks, and has no room for more.
+class FullOutput : public ImageOutput {
+public:
+    void write(std::uint64_t, MutBytes, std::size_t) override {
+        if (++written > 5)
+            throw io_error("write", ENOSPC);
+    }
+    void put(std::uint64_t, Bytes) override {}
+    void commit(std::uint64_t) override { CHECK(false && "no image is whole"); }
+    bool is_direct() const noexcept override { return direct; }
+    bool direct = false;
+    std::atomic<unsigned> written = 0;
+};
+
+void who_waits_for_what_is_lent_ends_with_a_failed_write() {
+    for (const bool direct : {false, true})
+        for (int round = 0; round < 20; ++round) {
+            Lending memory;
+            memory.map(4096, sample::random_bytes(64 * 4096, 1));
+            memory.window = 8192;
+            FullOutput output;
+            output.direct = direct;
+            CHECK_THROWS(Errc::io, write_image(output, info_of(memory, 4096), memory,
+                                               {.threads = 4, .alignment = 4096}));
+            CHECK(memory.out() == 0);
+        }
 }
 
 void a_failing_source_leaves_nothing_behind() {
@@ -239,6 +337,8 @@ int main() {
     memory_needed_does_not_grow_with_the_image(); // first: the peak of others would hide its own
     the_file_does_not_depend_on_threads();
     chunks_are_read_in_parallel();
+    what_is_lent_makes_the_same_file();
+    who_waits_for_what_is_lent_ends_with_a_failed_write();
     a_failing_source_leaves_nothing_behind();
     a_write_that_fails_leaves_nothing_behind();
     a_full_disk_leaves_nothing_behind();

@@ -28,7 +28,8 @@ int allocate(void** pointer, std::size_t size, unsigned flags) {
         }
         const std::lock_guard lock(driver.mutex);
         void* memory =
-            mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+            mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS | MAP_POPULATE,
+                 -1, 0); // pinned: it is there
         if (memory == MAP_FAILED) {
             return Result::out_of_memory;
         }
