@@ -72,6 +72,7 @@ struct ImageReader::State : ImageFrame {
         AlignedBuffer stored;
     };
 
+    bool reads_directly() const;
     std::uint32_t padded_size(const format::IndexEntry& entry) const;
     const ImageInput& input_of(const format::IndexEntry& entry) const;
     void decode(const format::IndexEntry& entry, MutBytes stored, MutBytes plain) const;
@@ -148,16 +149,19 @@ bool ImageReader::State::is_sound_zero(const format::IndexEntry& chunk, MutBytes
     return true;
 }
 
+bool ImageReader::State::reads_directly() const {
+    const auto is_direct = [](const auto& input) { return input->is_direct(); };
+    return std::ranges::any_of(inputs, is_direct) ||
+           (attached && std::ranges::any_of(others, is_direct));
+}
+
 template <class Use>
 void ImageReader::State::for_each_chunk(unsigned threads, const Progress& progress,
                                         const Use& use) const {
     FirstFailure failure;
     ProgressMeter meter(progress);
     std::atomic<std::uint64_t> next = 0;
-    const auto is_direct = [](const auto& input) { return input->is_direct(); };
-    const bool direct = std::ranges::any_of(inputs, is_direct) ||
-                        (attached && std::ranges::any_of(others, is_direct));
-    const Waits waits = direct ? Waits::device : Waits::processor;
+    const Waits waits = reads_directly() ? Waits::device : Waits::processor;
     const unsigned count = worker_count(threads, map.count(), waits);
     std::vector<AlignedBuffer> plain = AlignedBuffer::side_by_side(count, info.chunk_size);
     std::vector<AlignedBuffer> stored = AlignedBuffer::side_by_side(count, info.chunk_size);
@@ -334,6 +338,8 @@ void ImageReader::check_stored(std::uint64_t index, Bytes stored) const {
 void ImageReader::restore(MemorySink& sink, unsigned threads, bool fresh,
                           const Progress& progress) const {
     named(state_->name, [&] {
+        // As in the writer: a device fills our buffers, and not what is lent.
+        const bool lends = !state_->reads_directly();
         state_->for_each_chunk(threads, progress,
                                [&](std::uint64_t, const format::IndexEntry& entry,
                                    const ChunkPlace& place, State::Scratch& scratch) {
@@ -343,13 +349,16 @@ void ImageReader::restore(MemorySink& sink, unsigned threads, bool fresh,
                                            sink.write_zeros(place.address, place.size);
                                        return;
                                    }
-                                   Lent<MemorySink> lent(sink, place.address, place.size);
+                                   Lent<MemorySink> lent;
+                                   if (lends)
+                                       lent = Lent<MemorySink>(sink, place.address, place.size);
                                    if (lent.bytes().empty()) {
                                        state_->decode(entry, scratch.stored.bytes(), plain);
-                                       return sink.write(place.address, plain);
+                                       sink.write(place.address, plain);
+                                   } else {
+                                       state_->decode(entry, scratch.stored.bytes(), lent.bytes());
+                                       lent.put();
                                    }
-                                   state_->decode(entry, scratch.stored.bytes(), lent.bytes());
-                                   lent.put();
                                });
     });
 }

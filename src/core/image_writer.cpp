@@ -194,10 +194,11 @@ private:
         totals_ += totals;
     }
 
-    // Outputs write zeros behind a chunk up to a block's end, and behind lent bytes are others. Only a lent chunk that
-    // stays within its block is taken.
+    // A device takes few large pages in one request, and many small ones in many: it writes from our buffers, and not from
+    // what is lent. Outputs write zeros behind a chunk up to a block's end, where the bytes of others are lent.
     void fetch(const ChunkPlace& place, WriteQueue::Buffer& buffer) {
-        if (place.size % kDirectAlignment == 0 && place.size % options_.alignment == 0)
+        if (!output_.is_direct() && place.size % kDirectAlignment == 0 &&
+            place.size % options_.alignment == 0)
             buffer.lent = Lent<MemorySource>(source_, place.address, place.size);
         if (buffer.lent.bytes().empty())
             source_.read(place.address, buffer.plain.bytes().first(place.size));

@@ -137,9 +137,9 @@ CustomStorage& DirectWork::storage(DriverLibrary& driver) {
     return *storage_;
 }
 
-void DirectWork::prepare(DriverLibrary& driver, const std::vector<Id>& gpus) {
+void DirectWork::prepare(DriverLibrary& driver, const std::vector<Id>& gpus, std::size_t used) {
     driver.initialize();
-    storage(driver).prepare(gpus);
+    storage(driver).prepare(gpus, used);
 }
 
 void DirectWork::checkpoint(DriverLibrary& driver, TaskRecord& record) {

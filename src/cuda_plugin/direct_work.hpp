@@ -68,9 +68,8 @@ public:
     DirectWork(const Config& config, const UndoImages& images, DirectStore* store)
         : config_(config), images_(images), store_(store) {}
 
-    /// Have all that is needed for processes which use `gpus`; cuInit has been called. Throws as
-    /// CustomStorage::prepare().
-    void prepare(DriverLibrary& driver, const std::vector<Id>& gpus);
+    /// initialize(), and CustomStorage::prepare(). Throws as these.
+    void prepare(DriverLibrary& driver, const std::vector<Id>& gpus, std::size_t used);
 
     /// The task is LOCKED, and CHECKPOINTED on return; its image is durable, and what became of it is in the record.
     /// Throws Error: the image was not made. Unless the driver refused, the memory is kept here then, or on the GPUs:

@@ -38,8 +38,12 @@ void DumpSession::prepare_direct(TaskRecord& record, TaskStatistics& statistics)
     std::string why_not;
     std::vector<Id> gpus;
     gpus.reserve(statistics.gpus.gpus.size());
-    for (const ProcessGpus::Gpu& gpu : statistics.gpus.gpus)
-        gpus.push_back(gpu.uuid);
+    std::size_t used = 0; // those of which it is not known count as used
+    for (const ProcessGpus::Gpu& gpu : statistics.gpus.gpus) {
+        const bool is_used = gpu.memory_size != 0;
+        gpus.insert(is_used ? gpus.begin() : gpus.end(), gpu.uuid);
+        used += is_used ? 1 : 0;
+    }
     const std::uint32_t api = images_.manifest().driver_api_version;
     if (!config_.externalize)
         why_not = "externalize is off";
@@ -50,7 +54,7 @@ void DumpSession::prepare_direct(TaskRecord& record, TaskStatistics& statistics)
         why_not = "which GPUs the process uses is not known: " + statistics.gpus.why_not_all;
     if (why_not.empty()) {
         try {
-            worker_.prepare_direct(gpus);
+            worker_.prepare_direct(gpus, used);
             record.direct.wanted = true;
             record.direct.most = most_of_image(statistics.gpus, images_.manifest().gpus);
             return;

@@ -61,8 +61,8 @@ public:
     void unlock(int pid) override;
     void restore_direct(const TaskRecord& record) override;
 
-    /// DirectWork::prepare() for `gpus`, and initialize() before.
-    void prepare_direct(const std::vector<Id>& gpus);
+    /// DirectWork::prepare().
+    void prepare_direct(const std::vector<Id>& gpus, std::size_t used);
 
     /// Send initialize() without waiting for it; a later initialize() collects the answer. Other
     /// calls wait until it has come, at most driver_timeout_ms; a refusal is told by initialize().

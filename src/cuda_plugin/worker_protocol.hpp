@@ -17,7 +17,7 @@ enum class Op : std::uint32_t {
     gpus,
     gpus_of, ///< value: the GpuSource; text: why_not_all; of a GPU uuid and memory_size
     initialize,
-    prepare_direct, ///< initialize, and DirectWork::prepare() for the GPUs move_from
+    prepare_direct, ///< DirectWork::prepare() for the GPUs move_from
     restore_thread,
     state,
     lock,
@@ -60,6 +60,7 @@ struct Request {
     std::int32_t pid = 0;
     std::uint32_t task = 0;
     std::uint32_t timeout_ms = 0;
+    std::uint32_t gpus_used = 0;
     std::uint32_t move_count = 0;
     Id move_from[kMaxGpus];
     Id move_to[kMaxGpus];

@@ -46,37 +46,46 @@ CustomStorage::CustomStorage(void* library, const std::string& name) {
 #undef GPUSTASIS_RESOLVE
 }
 
-void CustomStorage::prepare(const std::vector<Id>& gpus) {
+void CustomStorage::prepare(const std::vector<Id>& gpus, std::size_t used) {
     const std::lock_guard lock(mutex_);
+    for (std::size_t i = 0; i < gpus.size(); ++i) {
+        auto gpu = std::ranges::find(gpus_, gpus[i], &Gpu::uuid);
+        const bool is_new = gpu == gpus_.end();
+        if (is_new)
+            gpu = gpus_.insert(gpu, with_context(gpus[i]));
+        if (i >= used || gpu->has_lane)
+            continue;
+        try {
+            gpu->lanes.push_back(make_lane(gpu->context));
+            gpu->has_lane = true;
+        } catch (...) {
+            if (is_new) { // a context takes memory that the process may need for itself
+                api_.context_release(gpu->device);
+                gpus_.erase(gpu);
+            }
+            throw;
+        }
+    }
+}
+
+CustomStorage::Gpu CustomStorage::with_context(const Id& wanted) const {
     int count = 0;
     driver::require(api_.device_get_count(&count), "cuDeviceGetCount");
-    for (const Id& wanted : gpus) {
-        if (std::ranges::find(gpus_, wanted, &Gpu::uuid) != gpus_.end())
+    Gpu gpu;
+    for (int ordinal = 0; ordinal < count; ++ordinal) {
+        driver::require(api_.device_get(&gpu.device, ordinal), "cuDeviceGet");
+        driver::require(
+            api_.device_get_uuid(reinterpret_cast<std::uint8_t*>(gpu.uuid.data()), gpu.device),
+            "cuDeviceGetUuid");
+        if (gpu.uuid != wanted)
             continue;
-        Gpu gpu;
-        for (int ordinal = 0; ordinal < count && gpu.context == nullptr; ++ordinal) {
-            int device = 0;
-            driver::require(api_.device_get(&device, ordinal), "cuDeviceGet");
-            driver::require(
-                api_.device_get_uuid(reinterpret_cast<std::uint8_t*>(gpu.uuid.data()), device),
-                "cuDeviceGetUuid");
-            if (gpu.uuid != wanted)
-                continue;
-            driver::require(api_.context_retain(&gpu.context, device), "cuDevicePrimaryCtxRetain",
-                            " on " + uuid_text(wanted));
-            try {
-                gpu.lanes.push_back(make_lane(gpu.context));
-            } catch (const Error&) {
-                api_.context_release(device);
-                throw;
-            }
-        }
-        if (gpu.context == nullptr)
-            throw Error(Errc::unsupported, uuid_text(wanted) + " is not among the " +
-                                               std::to_string(count) +
-                                               " GPUs that CUDA lists in this process");
-        gpus_.push_back(std::move(gpu));
+        driver::require(api_.context_retain(&gpu.context, gpu.device), "cuDevicePrimaryCtxRetain",
+                        " on " + uuid_text(wanted));
+        return gpu;
     }
+    throw Error(Errc::unsupported, uuid_text(wanted) + " is not among the " +
+                                       std::to_string(count) +
+                                       " GPUs that CUDA lists in this process");
 }
 
 std::unique_ptr<CopyLane> CustomStorage::make_lane(driver::Context context) const {

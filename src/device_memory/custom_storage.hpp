@@ -67,11 +67,11 @@ public:
     /// lacks a symbol, which it names.
     CustomStorage(void* library, const std::string& name);
 
-    /// cuInit must have been called. Have a primary context, memory and streams for each of `gpus`, for the rest of this
-    /// process: the driver refuses an operation of a process one of whose GPUs has none here. No GPU of the process has
-    /// been touched yet. Throws Error: unsupported for a GPU that CUDA does not list; DriverError, as where a GPU has no
-    /// memory left for a context.
-    void prepare(const std::vector<Id>& gpus);
+    /// cuInit must have been called. Have a primary context on each of `gpus`, for the rest of this process: the driver
+    /// refuses an operation of a process one of whose GPUs has none here. On the first `used` of them, which hold memory of
+    /// the process, have page-locked memory and streams as well. No GPU of the process has been touched yet. Throws Error:
+    /// unsupported for a GPU that CUDA does not list; DriverError, as where a GPU has no memory left for a context.
+    void prepare(const std::vector<Id>& gpus, std::size_t used);
 
     /// One operation in flight. If it is destroyed before complete(), the process stays as it is.
     class Operation {
@@ -128,6 +128,8 @@ private:
     struct Gpu {
         Id uuid{};
         driver::Context context = nullptr;
+        int device = 0;
+        bool has_lane = false;
         std::vector<std::unique_ptr<CopyLane>> lanes; ///< not in use
     };
     struct Api {
@@ -137,6 +139,7 @@ private:
 #undef GPUSTASIS_MEMBER
     };
 
+    Gpu with_context(const Id& wanted) const;
     using Contexts = std::vector<std::pair<Id, driver::Context>>; ///< of GPUs
     Contexts make_ready(int pid, Operation& into);
     void take(const driver::StorageInfo* info, const Contexts& contexts, Operation& into);

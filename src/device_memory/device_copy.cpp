@@ -113,7 +113,7 @@ void begin_restore(CustomStorage& storage, int pid, const ImageInfo& info,
         return uuid;
     };
     for (const std::size_t number : numbers_of(info))
-        storage.prepare({now_at(number)});
+        storage.prepare({now_at(number)}, 1);
     try {
         return storage.restore(pid, pairs, into);
     } catch (const DriverError& e) {
@@ -122,7 +122,7 @@ void begin_restore(CustomStorage& storage, int pid, const ImageInfo& info,
     }
     for (std::size_t number = 0; number < info.gpus.size(); ++number) {
         try {
-            storage.prepare({now_at(number)});
+            storage.prepare({now_at(number)}, 0);
         } catch (const DriverError&) {
             throw;
         } catch (const Error&) { // NOLINT(bugprone-empty-catch): not a GPU of this machine
