@@ -28,7 +28,7 @@ void MemoryBuffers::read(std::uint64_t address, MutBytes out) {
             throw missing();
         const Bytes rest = bytes.subspan(address - begin);
         const Bytes part = rest.first(std::min(rest.size(), out.size()));
-        std::ranges::copy(part, out.begin());
+        copy_bytes(part, out.data());
         out = out.subspan(part.size());
         address += part.size();
     }

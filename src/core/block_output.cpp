@@ -32,7 +32,7 @@ void BlockOutput::put(std::uint64_t offset, std::size_t size,
     for (Bytes rest = made; !rest.empty();) {
         const Bytes piece =
             rest.first(std::min<std::size_t>(rest.size(), kBlockSize - offset % kBlockSize));
-        std::ranges::copy(piece, at(offset, piece.size()).begin());
+        copy_bytes(piece, at(offset, piece.size()).data());
         filled(offset, piece.size());
         rest = rest.subspan(piece.size());
         offset += piece.size();

@@ -70,7 +70,7 @@ void decode_chunk(Encoding encoding, Bytes stored, MutBytes plain) {
     case Encoding::raw:
         if (stored.size() != plain.size())
             throw Error(Errc::corrupt_data, "raw chunk has the wrong size");
-        std::ranges::copy(stored, plain.begin());
+        copy_bytes(stored, plain.data());
         return;
     case Encoding::lz4: {
         const int decoded =

@@ -98,7 +98,7 @@ public:
     void read(std::uint64_t address, MutBytes out) override {
         if (address < index_.size()) {
             const auto size = std::min<std::size_t>(index_.size() - address, out.size());
-            std::ranges::copy(Bytes(index_).subspan(address, size), out.begin());
+            copy_bytes(Bytes(index_).subspan(address, size), out.data());
             address += size;
             out = out.subspan(size);
         }
@@ -253,7 +253,7 @@ void PackReader::read_content(std::uint64_t offset, MutBytes out) const {
         const std::uint64_t skip = offset % step;
         const Bytes found = Bytes(plain).subspan(skip);
         const std::size_t size = std::min(found.size(), out.size());
-        std::ranges::copy(found.first(size), out.begin());
+        copy_bytes(found.first(size), out.data());
         out = out.subspan(size);
         offset += size;
     }

@@ -122,8 +122,7 @@ ReadPart read_ends(Bytes header, Bytes tail, std::uint64_t size) {
             const std::uint64_t begin = std::max(at, offset);
             const std::uint64_t end = std::min(at + from.size(), offset + length);
             if (begin < end)
-                std::ranges::copy(from.subspan(begin - at, end - begin),
-                                  part.begin() + static_cast<std::ptrdiff_t>(begin - offset));
+                copy_bytes(from.subspan(begin - at, end - begin), part.data() + (begin - offset));
         };
         copy(header, 0);
         copy(tail, size - tail.size());

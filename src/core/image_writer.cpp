@@ -290,7 +290,7 @@ private:
                 throw Error(Errc::corrupt_data, "stored bytes do not match their checksum");
             const MutBytes decoded = scratch.plain.bytes().first(plain.size());
             decode_chunk(place.encoding, stored, decoded);
-            if (!std::ranges::equal(decoded, plain))
+            if (!same_bytes(decoded, plain))
                 throw Error(Errc::corrupt_data, "content does not match its checksum");
             return true;
         } catch (const Error& e) {

@@ -45,7 +45,8 @@ namespace gpustasis {
 
 /// Page-locked memory and streams for copies from and to one GPU.
 struct CopyLane {
-    static constexpr std::size_t kSize = std::size_t{64} << 20; ///< bytes
+    static constexpr std::size_t kSize =
+        std::size_t{64} << 20; ///< bytes: a stripe, so that all GPUs copy ahead at once
     static constexpr std::size_t kStreams =
         2; ///< more than four make copies slower (measured by others on an A100)
     std::byte* memory = nullptr;

@@ -342,7 +342,7 @@ struct DeviceSink::Device {
             bytes = bytes.first(offset < size ? size - offset : 0);
         while (!bytes.empty()) {
             const MutBytes host = take_free().first(std::min<std::uint64_t>(bytes.size(), kPiece));
-            std::ranges::copy(bytes.first(host.size()), host.begin());
+            copy_bytes(bytes.first(host.size()), host.data());
             put(offset, host);
             bytes = bytes.subspan(host.size());
             offset += host.size();

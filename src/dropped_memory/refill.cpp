@@ -155,7 +155,7 @@ void require_same_pages(pid_t pid, const ImageReader& image) {
                 continue;
             }
             memory.read(address, live);
-            if (std::ranges::equal(live, wanted))
+            if (same_bytes(live, wanted))
                 continue;
             if (!is_empty(live))
                 throw other_memory(pid, address);

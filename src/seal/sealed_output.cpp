@@ -143,7 +143,7 @@ void SealedOutput::fill_frame(std::uint64_t offset, Bytes piece, std::uint64_t p
         plain = frame.plain.data();
     }
     // Nobody else puts anything there, and the frame stays until it is full.
-    std::ranges::copy(piece, plain + offset % options_.frame_size);
+    copy_bytes(piece, plain + offset % options_.frame_size);
     OpenFrames::node_type full;
     {
         const std::lock_guard lock(mutex_);

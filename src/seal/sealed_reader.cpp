@@ -153,7 +153,7 @@ void SealedReader::read_run(std::uint64_t at, MutBytes out) const {
             scratch.resize(step);
             const MutBytes plain = MutBytes(scratch).first(plain_size);
             open_stored(number, FrameKind::content, frame, plain);
-            std::ranges::copy(plain.subspan(skip, wanted), out.begin());
+            copy_bytes(plain.subspan(skip, wanted), out.data());
         }
         stored = stored.subspan(frame.size());
         out = out.subspan(wanted);
@@ -188,7 +188,7 @@ void SealedReader::read_all(const Sink& sink, unsigned threads, const SealProgre
                 }
                 // Whoever reads from the front believes this one, so it must be that of the index.
                 const std::vector<std::byte> entry = encode_entry(entries()[piece.file]);
-                if (!std::ranges::equal(bytes, Bytes(entry).subspan(piece.offset, piece.size)))
+                if (!same_bytes(bytes, Bytes(entry).subspan(piece.offset, piece.size)))
                     throw Error(Errc::corrupt_data, "entry of " + entries()[piece.file].name +
                                                         ": is another one in the index");
             }

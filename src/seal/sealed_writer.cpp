@@ -154,12 +154,11 @@ private:
             const MutBytes to = out.subspan(piece.at, piece.size);
             if (piece.is_entry) {
                 const std::vector<std::byte> bytes = encode_entry(entry);
-                std::ranges::copy(Bytes(bytes).subspan(piece.offset, piece.size), to.begin());
+                copy_bytes(Bytes(bytes).subspan(piece.offset, piece.size), to.data());
                 continue;
             }
             if (const GivenFile* given = given_of(entry.name)) {
-                std::ranges::copy(Bytes(given->content).subspan(piece.offset, piece.size),
-                                  to.begin());
+                copy_bytes(Bytes(given->content).subspan(piece.offset, piece.size), to.data());
                 continue;
             }
             const OpenSource source = open_source(source_, entry.name);

@@ -74,7 +74,7 @@ void compare_sealed(const SealedReader& sealed, int dir, unsigned threads,
         } catch (const Error& error) {
             throw Error(error, "cannot read " + entry.name + ": " + error.what());
         }
-        const bool same = std::ranges::equal(plain, bytes);
+        const bool same = same_bytes(plain, bytes);
         wipe(plain);
         if (!same)
             throw Error(Errc::corrupt_data, entry.name + " is not what was sealed of it");
