@@ -170,6 +170,11 @@ void DirectWork::store(DriverLibrary& driver, TaskRecord& record, Held& mine) {
     const WriteResult written = store_->write(record, facts, images_, [&] {
         proc::require_pipes_in_thread_names(record.pid);
         const auto begin = Clock::now();
+        // It ran until it was locked, and may have begun to use another GPU since prepare().
+        if (!custom.has_all_lanes())
+            for (const ProcessGpus::Gpu& gpu : driver.gpus_of(record.pid).gpus)
+                if (gpu.memory_size != 0)
+                    custom.prepare({gpu.uuid}, 1);
         auto operation = std::make_unique<CustomStorage::Operation>();
         custom.checkpoint(record.pid, *operation, direct.held);
         mine.checkpoint = std::move(operation);

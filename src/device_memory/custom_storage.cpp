@@ -94,9 +94,18 @@ std::unique_ptr<CopyLane> CustomStorage::make_lane(driver::Context context) cons
     void* memory = nullptr;
     driver::require(api_.host_alloc(&memory, CopyLane::kSize, kPortable), "cuMemHostAlloc");
     lane->memory = static_cast<std::byte*>(memory);
-    for (driver::Stream& stream : lane->streams)
-        driver::require(api_.stream_create(&stream, kNonBlocking), "cuStreamCreate");
+    for (driver::Stream& stream : lane->streams) {
+        const driver::Result made = api_.stream_create(&stream, kNonBlocking);
+        if (made != driver::kSuccess)
+            api_.host_free(memory);
+        driver::require(made, "cuStreamCreate");
+    }
     return lane;
+}
+
+bool CustomStorage::has_all_lanes() {
+    const std::lock_guard lock(mutex_);
+    return std::ranges::all_of(gpus_, &Gpu::has_lane);
 }
 
 // Also the contexts: once the driver has answered, nobody is waited for who prepares another GPU.
@@ -189,8 +198,10 @@ CustomStorage::Lane::~Lane() {
     const std::lock_guard lock(storage_.mutex_);
     const auto gpu = std::ranges::find(storage_.gpus_, device_.context, &Gpu::context);
     try {
-        if (gpu != storage_.gpus_.end())
+        if (gpu != storage_.gpus_.end()) {
             gpu->lanes.push_back(std::move(lane_));
+            gpu->has_lane = true;
+        }
     } catch (...) { // NOLINT(bugprone-empty-catch): then the process has lost a lane, and no more
     }
 }

@@ -33,6 +33,7 @@ namespace gpustasis {
     X(stream_context, cuStreamGetCtx, (driver::Stream stream, driver::Context * context))          \
     X(stream_synchronize, cuStreamSynchronize, (driver::Stream stream))                            \
     X(host_alloc, cuMemHostAlloc, (void** memory, std::size_t size, unsigned flags))               \
+    X(host_free, cuMemFreeHost, (void* memory))                                                    \
     X(to_host, cuMemcpyDtoHAsync_v2,                                                               \
       (void* to, driver::DevicePtr from, std::size_t size, driver::Stream stream))                 \
     X(to_device, cuMemcpyHtoDAsync_v2,                                                             \
@@ -73,6 +74,9 @@ public:
     /// the process, have page-locked memory and streams as well. No GPU of the process has been touched yet. Throws Error:
     /// unsupported for a GPU that CUDA does not list; DriverError, as where a GPU has no memory left for a context.
     void prepare(const std::vector<Id>& gpus, std::size_t used);
+
+    /// Whether all GPUs that were prepared have page-locked memory.
+    bool has_all_lanes();
 
     /// One operation in flight. If it is destroyed before complete(), the process stays as it is.
     class Operation {

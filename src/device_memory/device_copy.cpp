@@ -4,8 +4,6 @@
 #include "core/error.hpp"
 #include "device_memory/driver_error.hpp"
 
-#include <sys/mman.h>
-
 #include <algorithm>
 #include <cstring>
 #include <deque>
@@ -35,6 +33,8 @@ std::vector<std::unique_ptr<Device>>
 make(CustomStorage& storage, const std::vector<NumberedDevice>& devices, MovedAt& moved_at) {
     std::vector<std::unique_ptr<Device>> made;
     for (const NumberedDevice& device : devices) {
+        if (device.memory.size == 0) // no lane was made for it, and nothing is to be copied
+            continue;
         if (made.size() <= device.number)
             made.resize(device.number + 1);
         made[device.number] = std::make_unique<Device>(storage, device.memory, moved_at);
@@ -47,59 +47,6 @@ make(CustomStorage& storage, const std::vector<NumberedDevice>& devices, MovedAt
 void touch(MovedAt& moved_at) noexcept {
     moved_at.store(std::chrono::steady_clock::now().time_since_epoch().count(),
                    std::memory_order_relaxed);
-}
-
-DeviceSizes sizes_of(const std::vector<NumberedDevice>& devices) {
-    DeviceSizes sizes;
-    for (const NumberedDevice& device : devices)
-        if (device.memory.size != 0)
-            sizes.emplace_back(device.number, device.memory.size);
-    return sizes;
-}
-
-std::vector<Region> regions_of(const DeviceSizes& sizes) {
-    std::vector<Region> regions;
-    for (const auto& [number, size] : sizes)
-        for (std::uint64_t offset = 0; offset < whole_pages(size); offset += kStripe)
-            regions.push_back({device_address(number, offset),
-                               std::min(kStripe, whole_pages(size) - offset),
-                               PROT_READ | PROT_WRITE, RegionKind::device});
-    std::ranges::sort(regions, {}, &Region::address);
-    return regions;
-}
-
-std::vector<std::size_t> numbers_of(const ImageInfo& info) {
-    std::vector<std::size_t> numbers;
-    for (const Region& region : info.regions)
-        if (device_offset(region.address) == 0)
-            numbers.push_back(device_number(region.address));
-    return numbers;
-}
-
-std::vector<NumberedDevice> number_devices(const std::vector<GpuInfo>& gpus,
-                                           const CustomStorage::Operation& operation,
-                                           const std::vector<driver::GpuPair>& pairs) {
-    std::vector<NumberedDevice> devices;
-    for (const DeviceMemory& memory : operation.devices()) {
-        Id from = memory.uuid;
-        for (const driver::GpuPair& pair : pairs)
-            if (std::memcmp(pair.new_uuid, memory.uuid.data(), sizeof pair.new_uuid) == 0)
-                std::memcpy(from.data(), pair.old_uuid, sizeof pair.old_uuid);
-        const auto gpu = std::ranges::find(gpus, from, &GpuInfo::uuid);
-        if (gpu == gpus.end())
-            throw Error(Errc::unsupported, "the driver has handed over memory of a GPU that is not "
-                                           "listed in this checkpoint");
-        devices.push_back({static_cast<std::size_t>(gpu - gpus.begin()), memory});
-    }
-    std::ranges::sort(devices, {}, &NumberedDevice::number);
-    return devices;
-}
-
-std::vector<NumberedDevice> number_devices(const CustomStorage::Operation& operation) {
-    std::vector<NumberedDevice> devices;
-    for (const DeviceMemory& memory : operation.devices())
-        devices.push_back({devices.size(), memory});
-    return devices;
 }
 
 void begin_restore(CustomStorage& storage, int pid, const ImageInfo& info,

@@ -21,6 +21,8 @@ from gpustasis_bench.bench.contenders import (
     OURS,
     OURS_BOTH,
     OURS_DIRECT,
+    OURS_KEPT,
+    OURS_RAM,
     RATES,
     STOCK,
     variants,
@@ -176,6 +178,7 @@ def test_a_second_checkpoint_is_measured_full_and_on_top(
     part.begin()
     part.measure_second(two_states)
     (found,) = part.found["second"]
+    assert set(found["contenders"]) == {OURS, OURS_KEPT, OURS_RAM}
     for one in found["contenders"].values():
         assert set(one["downtime_seconds"]) == {"full", "incremental"}
         assert one["ratio"]["pairs"] == 1

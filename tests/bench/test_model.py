@@ -23,7 +23,16 @@ from gpustasis_bench.bench.model import (
 )
 
 EVEN = Host(
-    read=20, hash=20, memory=10, storage=5, read_back=4, criu=2, drop=20, refill=25, fixed=1
+    read=20,
+    hash=20,
+    memory=10,
+    memory_back=10,
+    storage=5,
+    read_back=4,
+    criu=2,
+    drop=20,
+    refill=25,
+    fixed=1,
 )
 RATES = Rates(down=2, up=8)
 SPEEDS = st.floats(min_value=0.1, max_value=1e4)
@@ -46,11 +55,12 @@ HOSTS = st.builds(
     **{
         field.name: SPEEDS
         for field in dataclasses.fields(Host)
-        if field.name not in ("fixed", "stage", "unstage", "map")
+        if field.name not in ("fixed", "stage", "unstage", "map_down", "map_up")
     },
     stage=SPEEDS,
     unstage=SPEEDS,
-    map=SPEEDS,
+    map_down=SPEEDS,
+    map_up=SPEEDS,
     fixed=st.floats(min_value=0, max_value=10),
 )
 ALL_RATES = st.builds(Rates, down=SPEEDS, up=SPEEDS)
@@ -161,8 +171,10 @@ def test_the_machine_of_a_run() -> None:
         "disk": {"write": {"8": 1.5}, "read": {"8": 3.0}},
     }
     host = host_of(limits, "disk", "tmpfs", 0.2)
-    assert (host.read, host.hash, host.map) == (10.0, 40.0, 14.0)
-    assert (host.memory, host.storage, host.read_back, host.criu) == (3.5, 1.5, 3.0, 2.5)
+    assert (host.read, host.hash) == (10.0, 40.0)
+    assert (host.map_down, host.map_up) == (8.0, 3.5)  # the emulator's GPU memory is such a file
+    assert (host.memory, host.memory_back, host.criu) == (3.5, 8.0, 2.5)
+    assert (host.storage, host.read_back) == (1.5, 3.0)
     assert (host.drop, host.refill, host.stage, host.unstage) == (15.0, 4.0, 4.0, 14.0)
     assert host.fixed == 0.2
 

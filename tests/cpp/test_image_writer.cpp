@@ -124,7 +124,6 @@ public:
         });
         if (cancelled_)
             throw io_error("the test", ECANCELED);
-        // What follows is another's: who writes into it is seen by that one.
         AlignedBuffer buffer(size);
         Memory::read(address, buffer.bytes().first(size));
         ++lent;

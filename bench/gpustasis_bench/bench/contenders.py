@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from gpustasis import process
@@ -139,6 +139,7 @@ RATES = {
 }
 RATE_SETS = (*RATES, OFF)  # off: as fast as this machine's memory
 OURS_RAM, OURS_DIRECT, OURS_BOTH = "ours ram", "ours direct", "ours direct+ram"
+OURS_KEPT = "ours, staging kept"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,6 +154,22 @@ class Variant:
     @property
     def name(self) -> str:
         return self.contender.name
+
+
+def second_variants(present: Sequence[Variant]) -> list[Variant]:
+    """Of those, who makes the second checkpoints: ours with staging. To the disk at once both with
+    the staging dropped and put back, and with all of it kept: what a job that runs on waits for
+    differs most."""
+    found = []
+    for each in present:
+        if each.name == STOCK or each.rates != STAGED:
+            continue
+        found.append(each)
+        if not each.in_memory:
+            plugin = {**each.contender.plugin, "staging": "keep"}
+            kept = replace(each.contender, name=OURS_KEPT, plugin=plugin)
+            found.append(replace(each, contender=kept))
+    return found
 
 
 def variants(arena: Path) -> list[Variant]:

@@ -25,6 +25,7 @@ from gpustasis_bench.bench.contenders import (
     STAGED,
     STOCK,
     Variant,
+    second_variants,
     variants,
 )
 from gpustasis_bench.bench.content import Content
@@ -149,9 +150,8 @@ class Downtime:
         full. Of each variant of ours that stages. Raises as measure_shapes."""
         found: dict[str, Any] = {}
         with self._emulated(1, content.gpu_bytes + _SLACK, 1.0) as (course, _):
-            for each in self._chosen():
-                if each.name != STOCK and each.rates == STAGED:
-                    found[each.name] = self._second_of(course, content, each)
+            for each in second_variants(self._chosen()):
+                found[each.name] = self._second_of(course, content, each)
         self.found["second"].append(
             {
                 "workload": content.workload,

@@ -13,6 +13,7 @@ from gpustasis_bench.bench.contenders import (
     OURS,
     OURS_BOTH,
     OURS_DIRECT,
+    OURS_KEPT,
     OURS_RAM,
     RATES,
     STAGED,
@@ -74,8 +75,7 @@ def evaluate_downtime(report: Mapping[str, Any]) -> list[dict[str, Any]]:
     found += [of.many_over_one(name) for name in _OURS_WAYS]
     found += [of.many(name, stage) for name in _OURS_WAYS for stage in ("dump", "restore")]
     found += [of.many(name, "warm_restore") for name in (OURS_RAM, OURS_BOTH)]
-    found.append(of.host_memory())
-    found += [of.second(name) for name in (OURS, OURS_RAM)]
+    found += [of.host_memory(), *(of.second(name) for name in (OURS, OURS_KEPT, OURS_RAM))]
     found += [of.warm(), of.neighbours()]
     return [asdict(bound) for bound in found]
 

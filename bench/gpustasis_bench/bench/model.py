@@ -41,17 +41,18 @@ class Host:
     """Bytes a second of the machine, with all its processors where nothing else is said.
 
     read: memory of a task is read. hash: bytes that are at hand are hashed and tried with LZ4.
-    memory: bytes go to a tmpfs, or come from it. storage, read_back: they go to the disk, synced,
-    and come from it. criu: CRIU's one thread stores pages. drop: pages are taken from a task;
-    refill: they are put back. stage, unstage: staging is filled and emptied for all GPUs together;
-    map: the same of memory that is copied without staging. Where the driver's own rates are known,
-    these three limit nothing.
+    memory, memory_back: bytes go to a tmpfs, and come from it. storage, read_back: they go to the
+    disk, synced, and come from it. criu: CRIU's one thread stores pages. drop: pages are taken from
+    a task; refill: they are put back. stage, unstage: staging is filled and emptied for all GPUs
+    together; map_down, map_up: memory is copied off the GPUs and onto them without staging. Where
+    the driver's own rates are known, these four limit nothing.
     fixed: seconds of everything that is not copying: lock, unlock, CRIU's own work.
     """
 
     read: float
     hash: float
     memory: float
+    memory_back: float
     storage: float
     read_back: float
     criu: float
@@ -59,12 +60,14 @@ class Host:
     refill: float
     stage: float = _NEVER
     unstage: float = _NEVER
-    map: float = _NEVER
+    map_down: float = _NEVER
+    map_up: float = _NEVER
     fixed: float = 0.0
 
     def __post_init__(self) -> None:
         _require_positive(self, "read", "hash", "memory", "storage", "read_back", "criu")
-        _require_positive(self, "drop", "refill", "stage", "unstage", "map")
+        _require_positive(self, "drop", "refill", "stage", "unstage")
+        _require_positive(self, "memory_back", "map_down", "map_up")
         if self.fixed < 0:
             raise ValueError(f"fixed is {self.fixed} s: a time is not negative")
 
@@ -133,6 +136,7 @@ def predict(way: Way, shape: Shape, rates: Rates, host: Host) -> Predicted:
     works in another one. Bytes are taken for noise: all of them are stored.
     """
     turns = shape.tasks if way.in_turn else 1
+    disk, disk_back = (None, None) if way.in_memory else (host.storage, host.read_back)
     down, up = turns * shape.size / rates.down, turns * shape.size / rates.up
     if not way.externalized:
         return Predicted(
@@ -147,13 +151,13 @@ def predict(way: Way, shape: Shape, rates: Rates, host: Host) -> Predicted:
         # The GPU's memory is given away meanwhile: it comes back from what was stored.
         return Predicted(
             fixed=host.fixed,
-            down=max(down, shape.total / _storing(way, host, host.map, host.storage)),
+            down=max(down, shape.total / _storing(host, host.map_down, host.memory, disk)),
             store=0.0,
             drop=0.0,
             refill=0.0,
-            up=max(up, shape.total / _storing(way, host, host.map, host.read_back)),
+            up=max(up, shape.total / _storing(host, host.map_up, host.memory_back, disk_back)),
         )
-    store = shape.total / _storing(way, host, host.read, host.storage)
+    store = shape.total / _storing(host, host.read, host.memory, disk)
     return Predicted(
         fixed=host.fixed,
         down=max(down, shape.total / host.stage),
@@ -173,6 +177,7 @@ def host_of(limits: dict[str, Any], medium: str, in_memory: str, fixed: float) -
         read=max(limits["read_process"].values()),
         hash=threads / (1 / limits["xxh3"] + 1 / limits["lz4_random"]),
         memory=max(limits[in_memory]["write"].values()),
+        memory_back=max(limits[in_memory]["read"].values()),
         storage=max(written.values()),
         read_back=max(limits[medium]["read"].values()),
         criu=limits[in_memory]["write"]["1"],  # into the page cache, as into a tmpfs
@@ -180,16 +185,18 @@ def host_of(limits: dict[str, Any], medium: str, in_memory: str, fixed: float) -
         refill=max(limits["write_process"].values()),
         stage=max(limits["write_process"].values()),  # the emulator's driver is the processors
         unstage=max(limits["memcpy"].values()),
-        map=max(limits["memcpy"].values()),
+        map_down=max(limits[in_memory]["read"].values()),  # its GPU memory is a file in memory
+        map_up=max(limits[in_memory]["write"].values()),
         fixed=fixed,
     )
 
 
-def _storing(way: Way, host: Host, copied: float, disk: float) -> float:
-    """Bytes a second that are copied at that rate, hashed, and go to memory or to the disk. The
-    processors do one after the other; a disk works beside them."""
-    if way.in_memory:
-        return 1 / (1 / copied + 1 / host.hash + 1 / host.memory)
+def _storing(host: Host, copied: float, memory: float, disk: float | None) -> float:
+    """Bytes a second that are copied at that rate, hashed, and go to the disk, or to memory if
+    there is none, or come from it. The processors do one after the other; a disk works beside
+    them."""
+    if disk is None:
+        return 1 / (1 / copied + 1 / host.hash + 1 / memory)
     return min(1 / (1 / copied + 1 / host.hash), disk)
 
 
@@ -214,6 +221,7 @@ PUBLISHED_HOST = Host(
     read=9 * GB,
     hash=16 * 11 * GB,
     memory=24 * GB,
+    memory_back=24 * GB,
     storage=16 * GB,
     read_back=16 * GB,
     criu=76 * GB / 17,

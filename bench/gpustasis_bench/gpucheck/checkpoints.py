@@ -260,8 +260,12 @@ def _bring_back_size(log: Path, images: Path) -> None:
 
 
 def _is_written(images: Path, pid: int) -> bool:
-    with suppress(FileNotFoundError):
-        return (images / f"gpustasis-{pid}.img").stat().st_size > 0
+    """Whether something is in its image, which has another name until it is whole."""
+    name = f"gpustasis-{pid}.img"
+    for path in (images / f".{name}.part", images / name):
+        with suppress(FileNotFoundError):
+            if path.stat().st_size > 0:
+                return True
     return False
 
 
