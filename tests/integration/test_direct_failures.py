@@ -361,7 +361,8 @@ def test_host_memory_stays_below_a_ring_for_each_gpu(slow_rig: Rig) -> None:
                 most = max(most, resident(pid, "VmHWM"))
             time.sleep(0.002)
         assert criu.wait() == 0, errors(images)
-        assert 64 * MIB < most < 128 * MIB  # a ring of 64 MiB for one of the two GPUs that it can see
+        # A ring of 64 MiB, for one of the two GPUs that it can see.
+        assert 64 * MIB < most < 128 * MIB
         assert grown < 32 * MIB
         job.run_on()
         assert json.loads((images / "gpustasis-dump.json").read_text())["result"] == "ok"
