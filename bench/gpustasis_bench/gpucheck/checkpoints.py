@@ -271,7 +271,7 @@ def _is_written(images: Path, pid: int) -> bool:
 
 def _kill(images: Path) -> int:
     """Processes that were killed; what appeared meanwhile is killed as well."""
-    killed = set()
+    killed: set[int] = set()
     while found := set(_dumping_into(images)) - killed:
         for pid in sorted(found):
             with suppress(ProcessLookupError):
