@@ -81,8 +81,10 @@ SealedSizes seal_from_arena(FreshKey& key, int arena, int source, std::vector<st
         });
     for (const OtherFile& image : images) {
         struct stat status {};
-        if (::fstatat(target, sealed_name(image.file_id).c_str(), &status, 0) != 0)
-            throw io_error("cannot examine " + sealed_name(image.file_id), errno);
+        writing([&] {
+            if (::fstatat(target, sealed_name(image.file_id).c_str(), &status, 0) != 0)
+                throw io_error("cannot examine " + sealed_name(image.file_id), errno);
+        });
         sizes.file_size += static_cast<std::uint64_t>(status.st_size);
     }
     sizes.files += images.size();

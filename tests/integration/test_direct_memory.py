@@ -114,6 +114,24 @@ def test_several_gpus_of_one_task_also_when_they_are_exchanged(direct_rig: Rig) 
         dump(rig, job, "--leave-running")
 
 
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_chunks_that_are_not_copied_go_round_in_the_page_locked_memory(
+    direct_rig: Rig, arena: Path, *, in_memory: bool
+) -> None:
+    """What goes through the page cache or to a tmpfs is written from there and read to there, here
+    more than fits into it, of each GPU."""
+    rig = direct_rig
+    settings: dict[str, Setting] = ram(arena) if in_memory else {"io": "buffered"}
+    with rig.job(mib=192, gpus=2, children=1) as job:
+        for _ in range(2):
+            images = dump(rig, job, "--leave-running", **settings)
+            require_direct(stored_directory(images), images)
+            assert not verify_directory(images).problems
+        last = dump(rig, job, **settings)
+        come_back(rig, job, last, **settings)
+        dump(rig, job, "--leave-running")
+
+
 def test_into_memory_first_and_drained(direct_rig: Rig, arena: Path) -> None:
     rig = direct_rig
     with rig.job(mib=16, children=1) as job:

@@ -113,7 +113,7 @@ def test_two_drains_and_a_dump_into_the_same_place(
     with rig.job(mib=32) as job:
         images = dump(rig, job, "--leave-running", **ram(arena))
         with stopped_drain(rig, images):
-            with pytest.raises(CheckpointError, match="another drain is at work"):
+            with pytest.raises(CheckpointError, match="a drain or a seal is at work"):
                 drain(images)
             done = rig.dump(job, images, "--leave-running")
             assert done.status != 0

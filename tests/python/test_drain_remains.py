@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from gpustasis._core import ARENA_MARKER, ARENA_OWNER, MANIFEST_NAME, PARENT_LINK
-from gpustasis.draining.drain import drain
+from gpustasis.draining.drain import drain, sync_files
 from gpustasis.draining.recycle import UNSYNCED, recycle
 from gpustasis.draining.room import contents_of, discard
 from gpustasis.draining.waiting import wait_for
@@ -139,6 +139,39 @@ def test_what_a_drain_has_written_itself_the_next_one_writes_again(
     drain(images)
     assert tier_of(images) == Tier.DURABLE
     assert not verify_directory(images).problems
+
+
+def test_what_is_no_part_of_the_checkpoint_is_not_synced_with_it(
+    local: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As for a seal: it leaves what a drain has left."""
+    images, stored = local
+    left = ".gpustasis-7.img.part"
+    (images / left).write_bytes(b"a part")
+    os.mkfifo(images / "a-fifo")
+    failed = fail_to_sync(monkeypatch, left)
+    sync_files(images, stored, but={left})
+    assert not failed and not (stored / UNSYNCED).exists()
+    with pytest.raises(ImageError, match="could not be synced"):
+        sync_files(images, stored)
+    assert failed and (stored / UNSYNCED).exists()
+
+
+def test_a_file_that_becomes_a_fifo_does_not_hold_the_drain(
+    local: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    images, stored = local
+    really = os.open
+
+    def opened(path: Any, flags: int, *more: Any, **keys: Any) -> int:
+        if Path(path).name == "pages-1.img" and Path(path).is_file():
+            Path(path).unlink()
+            os.mkfifo(path)
+        return really(path, flags, *more, **keys)
+
+    monkeypatch.setattr(os, "open", opened)
+    with pytest.raises(ImageError, match="could not be synced"):
+        sync_files(images, stored)
 
 
 def test_a_drain_that_was_killed_before_it_gave_the_manifest_its_time(

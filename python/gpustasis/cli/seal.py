@@ -115,7 +115,7 @@ def _show(checkpoint: Path, out: Path, recipients: Sequence[Recipient], done: Se
     )
     if done.in_clear:
         output.say(
-            f"{checkpoint} has images of a drain that was killed, in the clear: "
+            f"{checkpoint} has images of a drain that failed or was killed, in the clear: "
             + ", ".join(done.in_clear)
         )
     if done.state == Tier.LOCAL:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import fcntl
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -298,14 +298,18 @@ def _memory_of(arena: Path, manifest: Manifest) -> int:
         )
 
 
-def sync_files(directory: Path, arena: Path, written: list[str]) -> None:
+def sync_files(
+    directory: Path, arena: Path, written: Container[str] = (), but: Container[str] = ()
+) -> None:
     """What criu has written, it has not synced; nor the name of its directory, which whoever
     started it may have made a moment ago. written: names of what the drain has written, as the next
-    one does again. Raises OSError; ImageError if another file cannot be synced."""
+    one does again. but: names of what is no part of the checkpoint. Raises OSError; ImageError if
+    another file cannot be synced."""
     with os.scandir(directory) as items:
         for item in items:
-            if item.is_file(follow_symlinks=False):
-                fd = os.open(item.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            if item.name not in but and item.is_file(follow_symlinks=False):
+                flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+                fd = os.open(item.path, flags)  # it may have become a FIFO
                 try:
                     os.fsync(fd)
                 except OSError as exc:
@@ -364,7 +368,7 @@ def locked(directory: Path) -> Iterator[bool]:
                 raise ImageError(f"cannot lock {path}: {exc.strerror}") from exc
             if time.monotonic() >= end:
                 raise CheckpointError(
-                    f"{path} is locked: another drain is at work, or the dump has not ended"
+                    f"{path} is locked: a drain or a seal is at work, or the dump has not ended"
                 ) from None
             time.sleep(_POLL_S)
             continue

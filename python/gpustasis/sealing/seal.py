@@ -53,8 +53,8 @@ OnProgress = Callable[[int], object]
 class Sealed:
     """state: of the checkpoint that was sealed. files: how many are in it; plain_bytes: of these,
     and of images out of memory the memory that they hold; sealed_bytes: of the sealed files.
-    signature: None: it was not to be signed. in_clear: names of images that a drain which was
-    killed has left in the directory of a local one."""
+    signature: None: it was not to be signed. in_clear: names of images that a drain which failed or
+    was killed has left in the directory of a local one."""
 
     state: Tier
     files: int
@@ -179,13 +179,14 @@ def _write_local(
             "drain it, make a copy that needs no other with `gpustasis flatten`, and seal that"
         )
     images = {task.image_name for task in manifest.tasks if task.externalized}
-    # Not what is said of this directory alone, nor what a killed drain has left, whole or in part.
+    # Not what is said of this directory alone, nor what a drain that failed or was
+    # killed has left, whole or in part.
     left = {*images, MANIFEST_NAME}
     left |= {f".{name}.part" for name in (*left, PEER_RECORD)} | {ARENA_MARKER, PEER_RECORD}
     found = files_to_seal(directory, left)
     require_whole(directory, {*found, *images})
     try:
-        sync_files(directory, arena, [])  # CRIU has not: what was lost on the way would be sealed
+        sync_files(directory, arena, but=left)  # else what was lost on the way would be sealed
     except OSError as exc:
         raise CheckpointError(f"cannot sync {directory}: {exc.strerror}") from exc
     with sealed_errors(str(directory)):
