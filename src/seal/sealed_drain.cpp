@@ -3,6 +3,7 @@
 
 #include "core/file.hpp"
 #include "core/manifest.hpp"
+#include "seal/errors.hpp"
 #include "seal/sealed_output.hpp"
 
 #include <fcntl.h>
