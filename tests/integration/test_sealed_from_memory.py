@@ -116,7 +116,9 @@ def test_what_cannot_be_sealed_is_refused_and_stays_in_memory(
         with (first / ARENA_MARKER).open("rb") as marker:
             fcntl.flock(marker, fcntl.LOCK_EX)  # a drain is at work
             done = gpustasis(newest_rig, *sealing(first, me, out))
-            assert done.returncode == 3 and "a drain or a seal is at work" in done.stderr, done.stderr
+            assert done.returncode == 3 and "a drain or a seal is at work" in done.stderr, (
+                done.stderr
+            )
 
         with small_filesystem(tmp_path / "small", 3 * MIB, 0) as small:
             done = gpustasis(newest_rig, *sealing(first, me, small / "sealed"))
