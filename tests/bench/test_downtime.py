@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from gpustasis.emulator import Emulator
+from gpustasis_bench.bench import beside
 from gpustasis_bench.bench.beside import InMemory, drain, spin
 from gpustasis_bench.bench.contenders import (
     CONTENDERS,
@@ -24,13 +25,16 @@ from gpustasis_bench.bench.contenders import (
     OURS_KEPT,
     OURS_RAM,
     RATES,
+    STAGED,
     STOCK,
+    second_variants,
     variants,
 )
 from gpustasis_bench.bench.content import Content, make_content, read_content
 from gpustasis_bench.bench.course import Course
 from gpustasis_bench.bench.downtime import SHAPES, Downtime
 from gpustasis_bench.bench.downtime_bounds import evaluate_downtime
+from gpustasis_bench.bench.downtime_figures import require_kept
 from gpustasis_bench.bench.downtime_page import downtime_text
 from gpustasis_bench.bench.markdown import (
     BEGIN,
@@ -40,6 +44,7 @@ from gpustasis_bench.bench.markdown import (
     write_page,
 )
 from gpustasis_bench.bench.medium import Medium
+from gpustasis_bench.bench.model import Rates
 from gpustasis_bench.bench.programs import compile_program, why_refused
 from gpustasis_bench.bench.timing import run_timed
 from gpustasis_bench.contents.layout import ContentWriter
@@ -154,16 +159,19 @@ def test_rates_that_were_not_asked_for_are_named(part: Downtime, tmp_path: Path)
 
 
 def test_a_content_is_measured_without_the_drivers_time_too(
-    part: Downtime, course: Course, tmp_path: Path
+    part: Downtime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setitem(RATES, STAGED, Rates(down=2e9, up=5e7))  # the way back takes 0.17 s
     content = make_content("random", 8 * MIB, 7, tmp_path / "content", None)
     part.begin()
     part.measure_content(content)
     (found,) = part.found["contents"]
     ours = found["contenders"][OURS]
-    assert ours["driver_seconds"] > content.gpu_bytes / 2e9 + content.gpu_bytes / 7e9  # both ways
+    # Both ways, down and up; what is asked before the lock is not of the time that it stands still.
+    both = content.gpu_bytes / 2e9 + content.gpu_bytes / 5e7
+    assert ours["driver_seconds"] > ours["standing_driver_seconds"] > both - 2 * CREDIT_S
     assert ours["without_driver_seconds"] == pytest.approx(
-        ours["downtime_seconds"] - ours["driver_seconds"], abs=1e-4
+        ours["downtime_seconds"] - ours["standing_driver_seconds"], abs=1e-4
     )
     assert found["ratios"][OURS]["without_driver_seconds"]["pairs"] == 1
     for name in found["contenders"]:
@@ -183,6 +191,10 @@ def test_a_second_checkpoint_is_measured_full_and_on_top(
         assert set(one["downtime_seconds"]) == {"full", "incremental"}
         assert one["ratio"]["pairs"] == 1
     assert found["contenders"][OURS]["without_driver_seconds"]["full"] > 0
+    kept = {each.name: each for each in second_variants(part.present)}[OURS_KEPT]
+    assert kept.contender.plugin["staging"] == "keep" and not kept.in_memory
+    with pytest.raises(BenchError, match="staging was dropped, kept, and is measured as kept"):
+        require_kept(kept, {"tasks": [{"staging": "kept"}, {"staging": "dropped"}]})
     assert "Second checkpoint of sample, ours" in downtime_text(made_report(part.found))
 
 
@@ -300,6 +312,25 @@ def end_orphans() -> None:
                 os.waitpid(pid, 0)
 
 
+def test_programs_beside_a_drain_say_what_they_have_left_it(
+    part: Downtime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(beside, "_NEIGHBOUR_S", 1.5)
+    part.pairs = 2
+    content = make_content("random", 8 * MIB, 7, tmp_path / "content", None)
+    part.begin()
+    part.measure_neighbours(content)
+    (found,) = part.found["neighbours"]
+    assert found["ratio"]["pairs"] == 2 and found["window_seconds"] == 1.5
+    limit = found["rate_limit_bytes"]
+    assert limit == int(content.gpu_bytes / 1.875)
+    assert 0 < found["window_bytes_per_second"] <= limit * 1.1
+    assert 0 < found["window_cpu_seconds"] <= found["drain_cpu_seconds"] < found["drain_seconds"]
+    assert f"{found['window_cpu_seconds']:.2f} s of a processor" in downtime_text(
+        made_report(part.found)
+    )
+
+
 def test_programs_keep_processors_busy_for_so_long() -> None:
     assert spin(0.2) > 0
 
@@ -319,8 +350,10 @@ def test_downtimes_are_a_part_of_a_run(emulator_environ: dict[str, str], tmp_pat
     ]
     assert len(found["model"]) == sum(len(each["contenders"]) for each in found["shapes"])
     names = {bound["name"]: bound for bound in whole["bounds"]}
-    eight = names["downtime of 8 GPUs over that of 1, same memory each, ours"]
-    assert "8 tasks as ours: not asked for" in eight["not_measured"]
+    eight = names[
+        "downtime of 8 tasks with a GPU each over that of one with one, same memory each, ours"
+    ]
+    assert "8 tasks with a GPU each as ours: not asked for" in eight["not_measured"]
     direct = names["fine-tuning downtime, stock (staged) over ours direct"]
     assert direct["not_measured"]
     page = tmp_path / "page.md"

@@ -25,6 +25,7 @@ from gpustasis_bench.bench.model import (
 EVEN = Host(
     read=20,
     hash=20,
+    check=20,
     memory=10,
     memory_back=10,
     storage=5,
@@ -102,6 +103,15 @@ def test_the_host_limits_a_driver_that_is_its_processors() -> None:
     assert (found.down, found.up) == (400, 400)
 
 
+def test_what_comes_back_is_hashed_and_not_tried_with_lz4() -> None:
+    """Direct memory: a byte takes 1/20 + 1/5 + 1/10 of a second down, 1/20 + 1/50 + 1/10 up."""
+    host = dataclasses.replace(EVEN, hash=5, check=50, map_down=20, map_up=20)
+    way = Way(direct=True, in_memory=True)
+    quick = Rates(down=1000, up=1000)
+    found = predict(way, Shape(tasks=1, gpus=1, size=100), quick, host)
+    assert (found.down, found.up) == (pytest.approx(35), pytest.approx(17))
+
+
 @given(way=WAYS, shape=SHAPES, rates=ALL_RATES, host=HOSTS)
 def test_nothing_that_gets_faster_makes_a_job_wait_longer(
     way: Way, shape: Shape, rates: Rates, host: Host
@@ -171,11 +181,11 @@ def test_the_machine_of_a_run() -> None:
         "disk": {"write": {"8": 1.5}, "read": {"8": 3.0}},
     }
     host = host_of(limits, "disk", "tmpfs", 0.2)
-    assert (host.read, host.hash) == (10.0, 40.0)
+    assert (host.read, host.hash, host.check) == (10.0, 40.0, 120.0)
     assert (host.map_down, host.map_up) == (8.0, 3.5)  # the emulator's GPU memory is such a file
     assert (host.memory, host.memory_back, host.criu) == (3.5, 8.0, 2.5)
     assert (host.storage, host.read_back) == (1.5, 3.0)
-    assert (host.drop, host.refill, host.stage, host.unstage) == (15.0, 4.0, 4.0, 14.0)
+    assert (host.drop, host.refill, host.stage, host.unstage) == (15.0, 4.0, 4.0, 3.5)
     assert host.fixed == 0.2
 
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any, Self
@@ -38,8 +39,35 @@ print(rounds / (time.perf_counter() - begin))
 """
 
 
-def drain(course: Course, images: Path, rate_limit: int | None = None) -> TimedRun:
-    """Bring a checkpoint from memory to its directory. rate_limit: bytes a second.
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Of a process that is at work: bytes that it has written, seconds of a processor."""
+
+    written_bytes: int
+    cpu_seconds: float
+
+    @classmethod
+    def of(cls, pid: int) -> Self:
+        """Raises BenchError if it has ended."""
+        try:
+            told = Path(f"/proc/{pid}/io").read_text()
+            stat = Path(f"/proc/{pid}/stat").read_text()
+        except OSError as exc:
+            raise BenchError(f"process {pid} has ended: {exc.strerror}") from exc
+        fields = dict(line.split(": ") for line in told.splitlines())
+        ticks = stat[stat.rindex(")") + 2 :].split()[11:13]  # utime and stime
+        seconds = sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
+        return cls(written_bytes=int(fields["wchar"]), cpu_seconds=seconds)
+
+
+def drain(
+    course: Course,
+    images: Path,
+    rate_limit: int | None = None,
+    on_start: Callable[[int], object] | None = None,
+) -> TimedRun:
+    """Bring a checkpoint from memory to its directory. rate_limit: bytes a second. on_start: is
+    told its pid.
 
     Raises BenchError if it was there already, or is not there afterwards: then something else was
     measured.
@@ -49,7 +77,7 @@ def drain(course: Course, images: Path, rate_limit: int | None = None) -> TimedR
     words = [sys.executable, "-m", "gpustasis", "drain", str(images)]
     words += [] if rate_limit is None else ["--rate-limit", str(rate_limit)]
     output = course.checkpointing.logs / "drain.txt"
-    drained = run_timed(words, course.environ, output, _DRAIN_S)
+    drained = run_timed(words, course.environ, output, _DRAIN_S, on_start=on_start)
     if not (images / _MANIFEST).exists():
         raise BenchError(f"{images} has no manifest after the drain")
     return drained
@@ -59,7 +87,9 @@ def measure_neighbours(
     course: Course, target: Target, medium: Medium, each: Variant, content: Content, pairs: int
 ) -> dict[str, Any]:
     """Rounds a second of programs that keep all processors busy, `pairs` times alone and beside a
-    drain of `each`, which is limited to a rate. target: holds the content.
+    drain of `each`, which is limited to a rate. target: holds the content. window_bytes_per_second,
+    window_cpu_seconds: what the drain has written and used while the programs were looked at: they
+    leave it less than its limit.
 
     Raises BenchError if a drain ends before the programs beside it were looked at.
     """
@@ -67,26 +97,36 @@ def measure_neighbours(
     alone: list[float] = []
     beside: list[float] = []
     drains: list[TimedRun] = []
+    used: list[Usage] = []
     wanted = target.digests()
-    for _ in range(pairs):
+    for pair in range(pairs):
         with course.images(medium) as images:
             course.leave_running_into(images, target, wanted, each.contender)
-            alone.append(spin(_NEIGHBOUR_S))
+            if pair % 2 == 0:
+                alone.append(spin(_NEIGHBOUR_S))
+            pids: list[int] = []
             with ThreadPoolExecutor(1) as pool:
-                draining = pool.submit(drain, course, images, rate)
+                draining = pool.submit(drain, course, images, rate, pids.append)
                 beside.append(spin(_NEIGHBOUR_S))
+                if not draining.done():
+                    used.append(Usage.of(pids[0]))
                 drains.append(draining.result())
             seconds = drains[-1].seconds
-            if seconds < _NEIGHBOUR_S:
+            if len(used) <= pair:
                 raise BenchError(
                     f"{each.name}: a drain at {rate} bytes/s ended after {seconds:.1f} s; the "
                     f"programs beside it were looked at for {_NEIGHBOUR_S:.0f} s"
                 )
+            if pair % 2 == 1:
+                alone.append(spin(_NEIGHBOUR_S))
         course.say(f"a program beside the drain: {beside[-1] / alone[-1]:.3f} of alone")
     return {
         "workload": content.workload,
         "contender": each.name,
         "rate_limit_bytes": rate,
+        "window_seconds": _NEIGHBOUR_S,
+        "window_bytes_per_second": round(median(one.written_bytes for one in used) / _NEIGHBOUR_S),
+        "window_cpu_seconds": round(median(one.cpu_seconds for one in used), 2),
         "drain_seconds": round(median(each.seconds for each in drains), 6),
         "drain_cpu_seconds": round(median(each.cpu_seconds for each in drains), 6),
         "rounds_per_second": {"alone": median(alone), "beside": median(beside)},

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,13 +23,15 @@ _TIMEOUT_S = 900.0
 # Phases in which the driver, not criu or the plugin, is at work; docs/operating.md lists all.
 _DRIVER_PREFIX = "driver_"
 _DRIVER_PHASES = ("lock", "unlock", "check_machine")
+_BEFORE_LOCK = ("driver_facts",)  # of a dump
 _OWN_RECORDS = (".log", ".json")  # kept beside the images, no part of them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dumped:
     """seconds and frozen_seconds: without driver_seconds. criu_seconds: without the tool after it,
-    too. cpu_seconds: user and system, of criu, worker and guardians. stored_bytes: all files.
+    too. standing_driver_seconds: of driver_seconds, from lock to unlock. cpu_seconds: user and
+    system, of criu, worker and guardians. stored_bytes: all files.
 
     record: the plugin's statistics.
     """
@@ -38,6 +40,7 @@ class Dumped:
     criu_seconds: float
     frozen_seconds: float
     driver_seconds: float
+    standing_driver_seconds: float
     cpu_seconds: float
     stored_bytes: int
     peak_rss_bytes: int
@@ -119,6 +122,7 @@ class Checkpointing:
             criu_seconds=ran.seconds - driver,
             frozen_seconds=frozen_seconds(images) - driver,
             driver_seconds=driver,
+            standing_driver_seconds=driver_seconds(record, but=_BEFORE_LOCK),
             cpu_seconds=ran.cpu_seconds,
             stored_bytes=stored_bytes(images),
             peak_rss_bytes=max(ran.peak_rss_bytes, packed.peak_rss_bytes if packed else 0),
@@ -182,14 +186,15 @@ class Checkpointing:
             raise BenchError("\n  ".join([str(exc), *errors, f"log: {kept}"])) from exc
 
 
-def driver_seconds(record: dict[str, Any]) -> float:
-    """What a dump or restore spent in calls of the driver, from the plugin's statistics."""
+def driver_seconds(record: dict[str, Any], but: Collection[str] = ()) -> float:
+    """What a dump or restore spent in calls of the driver, from the plugin's statistics. but:
+    phases that are not counted."""
     phases = [record["phases_ms"], *(task["phases_ms"] for task in record["tasks"])]
     return sum(
         float(milliseconds) / 1000
         for each in phases
         for name, milliseconds in each.items()
-        if name.startswith(_DRIVER_PREFIX) or name in _DRIVER_PHASES
+        if (name.startswith(_DRIVER_PREFIX) or name in _DRIVER_PHASES) and name not in but
     )
 
 

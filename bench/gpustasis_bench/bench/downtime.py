@@ -15,8 +15,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from gpustasis.draining.room import empty_pool
 from gpustasis.emulator import RATES_OFF, Emulator, Options, api_version_of
 from gpustasis_bench.bench.beside import InMemory, drain, measure_neighbours
+from gpustasis_bench.bench.checkpointing import stored_bytes
 from gpustasis_bench.bench.contenders import (
     DIRECT,
     OFF,
@@ -30,7 +32,13 @@ from gpustasis_bench.bench.contenders import (
 )
 from gpustasis_bench.bench.content import Content
 from gpustasis_bench.bench.course import Course, by_turns
-from gpustasis_bench.bench.downtime_figures import described, ratio_of, without_driver
+from gpustasis_bench.bench.downtime_figures import (
+    described,
+    gpu_bytes_of,
+    ratio_of,
+    require_kept,
+    without_driver,
+)
 from gpustasis_bench.bench.medium import Medium
 from gpustasis_bench.bench.model import GB
 from gpustasis_bench.bench.programs import why_refused
@@ -48,6 +56,11 @@ _SLACK = 16 << 20  # of GPU memory, beyond what a job is to hold
 _POLL_S = 0.01
 _FREE_S = 60.0  # until an emulator has taken back the memory of a job that was killed
 _FIXED_BYTES = 2 << 20  # on each GPU, of the dump that is to be nothing but its own overhead
+_FIXED = {
+    "downtime_seconds": "fixed_seconds",
+    "restore_seconds": "fixed_restore_seconds",
+    "warm_restore_seconds": "fixed_warm_restore_seconds",
+}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -64,6 +77,8 @@ class Downtime:
     ours, reading_seconds: to read the cold images, and no more; of ours that go to the disk at
     once, writing_seconds: to write as many bytes to it, and no more.
     first_downtime_seconds, of one of those whose images lie in memory: before the arena had any.
+    Of shapes, fixed_seconds, fixed_restore_seconds and fixed_warm_restore_seconds: of _FIXED_BYTES
+    on each GPU, without the time that the driver's rates give for these.
 
     course: of the run; jobs are on emulators of this part's own. medium: where images lie. arena: a
     folder on a tmpfs that is made and removed by the caller. size: bytes on each GPU in SHAPES;
@@ -213,7 +228,7 @@ class Downtime:
     def _shape(self, course: Course, gpus: int, tasks: int, is_off: bool) -> dict[str, Any]:
         chosen = self._chosen(is_off=is_off)
         words = (str(tasks), "own") if tasks > 1 else ()
-        fixed, fixed_restore = {}, {}
+        fixed: dict[str, dict[str, float]] = {figure: {} for figure in _FIXED}
         with course.tree(tasks, words) as target:
             target.spread(gpus, _FIXED_BYTES)
             wanted = target.digests()
@@ -222,24 +237,35 @@ class Downtime:
                 for _ in range(2):
                     with course.images(self.medium) as images:
                         rows.append(self._round(course, target, wanted, each, images))
-                fixed[each.name] = round(min(row["downtime_seconds"] for row in rows), 6)
-                least = min(row["restore_seconds"] for row in rows)
-                fixed_restore[each.name] = round(least, 6)
+                down, up = (0.0, 0.0) if is_off else self._driver_of_fixed(each, tasks)
+                for figure, driver in zip(_FIXED, (down + up, up, up), strict=True):
+                    if figure in rows[0]:
+                        least = min(row[figure] for row in rows)
+                        fixed[figure][each.name] = round(max(0.0, least - driver), 6)
         with course.tree(tasks, words) as target:
             target.spread(gpus, self.size)
             values = self._rounds(course, target, chosen)
         shape = {"workload": "noise", "gpus": gpus, "tasks": tasks}
         shape |= {"rates": OFF if is_off else "published"}
-        shape |= {"fixed_seconds": fixed, "fixed_restore_seconds": fixed_restore}
+        for figure, name in _FIXED.items():
+            shape[name] = fixed[figure]
         return shape | described(values, self.size * gpus * tasks)
+
+    def _driver_of_fixed(self, each: Variant, tasks: int) -> tuple[float, float]:
+        """Seconds, down and up, of the driver for the little that _FIXED_BYTES are."""
+        rates = RATES[each.rates].divided(self.scale)
+        turns = tasks if each.name == STOCK else 1
+        return turns * _FIXED_BYTES / rates.down, turns * _FIXED_BYTES / rates.up
 
     def _fill_arena(
         self, course: Course, target: Target, wanted: list[str], chosen: Sequence[Variant]
     ) -> dict[str, float]:
         """A dump before those that are measured, so that the arena has this much memory: each of
-        a job's checkpoints but the first finds it so. Who made it, and how long the job stood."""
+        a job's checkpoints but the first finds it so. Who made it, and how long the job stood,
+        with none that an earlier job has left there."""
         for each in chosen:
             if each.in_memory:
+                empty_pool(self.arena)
                 with course.images(self.medium) as images:
                     _, gap = course.leave_running_into(images, target, wanted, each.contender)
                     drain(course, images)
@@ -257,7 +283,7 @@ class Downtime:
         by_name = {each.name: each for each in chosen}
         values: dict[str, dict[str, list[float]]] = {name: defaultdict(list) for name in by_name}
         wanted = target.digests()
-        gpu_bytes = _gpu_bytes(wanted)
+        gpu_bytes = gpu_bytes_of(wanted)
         pairs = self.pairs if is_content else min(self.pairs, SHAPE_PAIRS)
         first = self._fill_arena(course, target, wanted, chosen)
         for pair, contender in by_turns([each.contender for each in chosen], pairs):
@@ -265,7 +291,9 @@ class Downtime:
             with course.images(self.medium) as images:
                 row = self._round(course, target, wanted, each, images)
             if is_content and each.rates == STAGED:
-                row["without_driver_seconds"] = without_driver(row)
+                row["without_driver_seconds"] = without_driver(
+                    row["downtime_seconds"], row["standing_driver_seconds"]
+                )
             for figure, value in row.items():
                 values[each.name][figure].append(round(value, 6))
             course.say(
@@ -294,12 +322,14 @@ class Downtime:
         grown = target.peak_bytes() - before
         if each.name == OURS and dumped.staged_bytes == 0:
             raise BenchError("the plugin stored no GPU memory of its own")
-        if each.rates == DIRECT and grown > _gpu_bytes(wanted) // 2 + _SLACK:
+        require_kept(each, dumped.record)
+        if each.rates == DIRECT and grown > gpu_bytes_of(wanted) // 2 + _SLACK:
             raise BenchError(f"{each.name}: the job grew by {grown} bytes: it was staged after all")
         row = {
             "downtime_seconds": gap,
             "dump_seconds": dumped.seconds + dumped.driver_seconds,
             "driver_seconds": dumped.driver_seconds,
+            "standing_driver_seconds": dumped.standing_driver_seconds,
             "cpu_seconds": dumped.cpu_seconds,
             "host_bytes": dumped.peak_rss_bytes + grown + in_memory.most,
         }
@@ -320,7 +350,7 @@ class Downtime:
         if each.name != STOCK:
             row["reading_seconds"] = self.medium.read_seconds([images])
             if not each.in_memory:
-                row["writing_seconds"] = self.medium.write_seconds(_bytes_in(images))
+                row["writing_seconds"] = self.medium.write_seconds(stored_bytes(images))
         return row
 
     def _kill(self, target: Target) -> None:
@@ -353,8 +383,9 @@ class Downtime:
                         if each.in_memory:
                             drain(course, images)
                     kinds[kind].append(round(gap, 6))
-                    row = {"downtime_seconds": gap, "driver_seconds": dumped.driver_seconds}
-                    without[kind].append(round(without_driver(row), 6))
+                    require_kept(each, dumped.record)
+                    own = without_driver(gap, dumped.standing_driver_seconds)
+                    without[kind].append(round(own, 6))
                 course.say(
                     f"second checkpoint, pair {pair + 1}, {each.name}: stood still "
                     f"{kinds['full'][-1]:.3f} s, incremental {kinds['incremental'][-1]:.3f} s"
@@ -366,12 +397,3 @@ class Downtime:
             "ratio": ratio_of(kinds["full"], kinds["incremental"]),
             "ratio_without_driver": ratio_of(without["full"], without["incremental"]),
         }
-
-
-def _bytes_in(images: Path) -> int:
-    return sum(path.stat().st_size for path in images.rglob("*") if path.is_file())
-
-
-def _gpu_bytes(digests: Sequence[str]) -> int:
-    """Of jobs that hold no CPU memory to be hashed."""
-    return sum(int(digest.split()[1]) for digest in digests)

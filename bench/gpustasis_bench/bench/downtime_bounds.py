@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
-from gpustasis_bench.bench.bounds import WRITING, Bound, unavoidable_seconds
+from gpustasis_bench.bench.bounds import WRITING, Bound
 from gpustasis_bench.bench.contenders import (
     DIRECT,
     OURS,
@@ -21,11 +21,12 @@ from gpustasis_bench.bench.contenders import (
 )
 from gpustasis_bench.bench.content import FINETUNING, QLORA
 from gpustasis_bench.bench.model import PUBLISHED_WAYS, Predicted, Rates, Shape, host_of, predict
-from gpustasis_bench.bench.statistics import paired_ratio
+from gpustasis_bench.bench.statistics import unpaired_ratio
 
 _OURS_WAYS = {OURS: STAGED, OURS_RAM: STAGED, OURS_DIRECT: DIRECT, OURS_BOTH: DIRECT}
 _DOWNTIME, _WITHOUT_DRIVER, _DIRECT_DOWNTIME = 1.25, 2.0, 3.5
 _MANY = 8  # tasks, each with a GPU
+_MANY_GPUS = ((_MANY, 1), (1, _MANY))  # tasks, GPUs of each
 _MANY_OVER_ONE = 1.6
 _MANY_STOCK = {STAGED: 4.0, DIRECT: 8.0}
 _HOST_MIB = 600.0
@@ -44,6 +45,7 @@ _PARTS = {
 _DISK_MEANWHILE = "the disk, while the driver hands memory over"
 _STORING_MEANWHILE = "storing, while the driver hands memory over"
 _READING_MEANWHILE = "reading back, while the driver takes memory"
+_FILLING = "the driver, back: the emulator fills GPU memory"
 _DRIVER_PARTS = (_PARTS["down"], _PARTS["up"])
 
 
@@ -72,7 +74,7 @@ def evaluate_downtime(report: Mapping[str, Any]) -> list[dict[str, Any]]:
         )
         for name in (OURS_BOTH, OURS_DIRECT)
     ]
-    found += [of.many_over_one(name) for name in _OURS_WAYS]
+    found += [of.many_over_one(name, *shape) for shape in _MANY_GPUS for name in _OURS_WAYS]
     found += [of.many(name, stage) for name in _OURS_WAYS for stage in ("dump", "restore")]
     found += [of.many(name, "warm_restore") for name in (OURS_RAM, OURS_BOTH)]
     found += [of.host_memory(), *(of.second(name) for name in (OURS, OURS_KEPT, OURS_RAM))]
@@ -184,19 +186,21 @@ class _Part:
             back = max(up, round(shape["contenders"][name]["reading_seconds"], 4))
         parts[_READING_MEANWHILE if back > up else _PARTS["up"]] = back
 
-    def many_over_one(self, name: str) -> Bound:
-        many, one = (
-            self._entry("shapes", tasks=tasks, gpus=1, rates="published") for tasks in (_MANY, 1)
-        )
+    def many_over_one(self, name: str, tasks: int, gpus: int) -> Bound:
+        """Of so many tasks with so many GPUs each. The two shapes were measured at different
+        times."""
+        many = self._entry("shapes", tasks=tasks, gpus=gpus, rates="published")
+        one = self._entry("shapes", tasks=1, gpus=1, rates="published")
         there = many and one and name in many["contenders"] and name in one["contenders"]
-        title = f"downtime of {_MANY} GPUs over that of 1, same memory each, {name}"
+        what = f"{tasks} tasks with a GPU each" if tasks > 1 else f"a task with {gpus} GPUs"
+        title = f"downtime of {what} over that of one with one, same memory each, {name}"
         ratio = None
         if many and one and there:
             above, below = (
                 each["contenders"][name]["rounds"]["downtime_seconds"] for each in (many, one)
             )
-            ratio = paired_ratio(above, below).as_dict()
-        bound = self._bound(title, "<=", _MANY_OVER_ONE, ratio, name, f"{_MANY} tasks as {name}")
+            ratio = unpaired_ratio(above, below).as_dict()
+        bound = self._bound(title, "<=", _MANY_OVER_ONE, ratio, name, f"{what} as {name}")
         predicted = many and there and self.predicted(name, many, least=True)
         if not predicted or not one or not many:
             return bound
@@ -229,35 +233,32 @@ class _Part:
             parts = _named(predicted)
             self._store_as_in_rounds(parts, name, shape)
             return _beside(bound, parts, stock, sum(parts.values()))
-        medium = self._medium if stage == "restore" else self._in_memory()
-        fixed = min(shape["fixed_restore_seconds"][one] for one in (name, STOCK))
+        fixed = min(shape[f"fixed_{stage}_seconds"][one] for one in (name, STOCK))
         # By the rate alone: the model's way back of direct memory has the reading in it.
         back = shape["gpu_bytes"] / _MANY / self._rates(name, shape).up
-        read = shape["contenders"][name]["reading_seconds"] if stage == "restore" else None
-        parts, seconds = self._of_restore(name, shape["gpu_bytes"], medium, fixed, back, read)
+        read = shape["contenders"][name]["reading_seconds"] if stage == "restore" else 0.0
+        parts, seconds = self._of_restore(name, shape["gpu_bytes"], _MANY, fixed, back, read)
         return _beside(bound, parts, stock, seconds)
 
     def _of_restore(
-        self, name: str, size: int, medium: str, fixed: float, back: float, read: float | None
+        self, name: str, size: int, gpus: int, fixed: float, back: float, read: float
     ) -> tuple[dict[str, float], float]:
-        """What a restore of noise must do with all processors, and all of it. The emulator's GPU
-        memory is memory of this machine, which it takes and fills; the driver's time of the last
-        task begins when the bytes of all are there. read: how long their images took to read, and
-        no more."""
-        others = unavoidable_seconds("restore", size, size, medium, self._limits)
-        if PUBLISHED_WAYS[name].direct:  # they never lie in the task
-            others.pop(WRITING)
-        filled = max(self._limits[self._in_memory()]["write"].values())
-        reading = others.pop(f"reading from {medium}")
-        reading = reading if read is None else round(read, 4)
-        work = others | {"the emulator, filling GPU memory": round(size / filled, 4)}
-        busy = sum(work.values())
-        beside = max(reading, busy) if medium == self._medium else reading + busy
-        parts = {"all but the bytes": fixed, f"reading from {medium}": reading} | work
-        parts[_PARTS["up"]] = round(back, 4)
+        """What a restore of noise must do, and all of it. The emulator's GPU memory is a file in
+        memory of this machine, one for each GPU, that it makes and fills within the driver's time.
+        back: that time by its rate; the slower of both counts. read: how long the images took to
+        read from the disk; 0: they are in memory, and are written from where they lie."""
+        written = self._limits[self._in_memory()]["write"]
+        filling = size / (written["1"] if gpus == 1 else max(written.values()))
+        title = _FILLING if filling > back else _PARTS["up"]
+        parts = {"all but the bytes": fixed, title: round(max(filling, back), 4)}
+        if read:
+            parts[f"reading from {self._medium}"] = round(read, 4)
         if PUBLISHED_WAYS[name].direct:  # the driver takes what was read while more is read
-            return parts, fixed + max(beside, back)
-        return parts, fixed + beside + back
+            return parts, fixed + max(parts[title], read)
+        # It never takes what is not in the task; a disk works while processors write it there.
+        writing = size / max(self._limits["write_process"].values())
+        parts[WRITING] = round(writing, 4)
+        return parts, fixed + max(writing, read) + parts[title]
 
     def host_memory(self) -> Bound:
         content = self._entry("contents", workload=FINETUNING)
@@ -299,12 +300,10 @@ class _Part:
         ratio = one["warm_over_cold"] if one else None
         title = f"restore from memory over one from the disk, fine-tuning, {OURS_RAM}"
         bound = self._bound(title, "<=", _WARM, ratio, OURS_RAM, f"fine-tuning as {OURS_RAM}")
-        in_memory = self._in_memory()
-        if not one or not content or self._limits is None or not in_memory:
+        if not one or not content or self._limits is None or not self._in_memory():
             return bound
         size = content["gpu_bytes"]
-        back = size / RATES[STAGED].up
-        parts, seconds = self._of_restore(OURS_RAM, size, in_memory, 0.0, back, None)
+        parts, seconds = self._of_restore(OURS_RAM, size, 1, 0.0, size / RATES[STAGED].up, 0.0)
         slowest = max(parts, key=lambda part: parts[part])
         cold = one["restore_seconds"]
         return replace(
@@ -335,12 +334,12 @@ class _Part:
             )
         }
         bound = Bound.of_ratio(name, "<=", _SLOWDOWN, self._medium, slower)
-        share = one["drain_cpu_seconds"] / one["drain_seconds"] / self._report["machine"]["cores"]
-        least = round(100 * share, 2)
+        used, cores = one["window_cpu_seconds"], self._report["machine"]["cores"]
+        least = round(100 * used / one["window_seconds"] / cores, 2)
         what = "the drain's processor time"
         return replace(
             bound,
-            parts={what: one["drain_cpu_seconds"]},
+            parts={what: used},
             least_of=what,
             best=least,
             in_turn=least,

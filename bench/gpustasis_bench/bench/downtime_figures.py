@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from gpustasis_bench.bench.contenders import STOCK
+from gpustasis_bench.bench.contenders import STOCK, Variant
 from gpustasis_bench.bench.statistics import paired_ratio
+from gpustasis_bench.errors import BenchError
 
 _RATIOS = (
     *("downtime_seconds", "without_driver_seconds", "dump_seconds"),
@@ -50,7 +51,22 @@ def ratio_of(
     return paired_ratio(above, below).as_dict()
 
 
-def without_driver(row: Mapping[str, float]) -> float:
-    """Of a downtime of one task and GPU with staging, what is not the driver's: all of its calls
-    were timed, those of the way back too."""
-    return row["downtime_seconds"] - row["driver_seconds"]
+def without_driver(downtime: float, driver: float) -> float:
+    """Of a downtime of one task and GPU with staging, what is not the driver's. driver: its calls
+    from lock to unlock, those of the way back too."""
+    return downtime - driver
+
+
+def require_kept(each: Variant, record: dict[str, Any]) -> None:
+    """Raises BenchError if staging was dropped in a dump of one that is measured as keeping it."""
+    done = {task["staging"] for task in record["tasks"]} - {""}
+    if each.contender.plugin.get("staging") in ("keep", "auto") and done != {"kept"}:
+        raise BenchError(
+            f"{each.name}: staging was {', '.join(sorted(done)) or 'in no task'}, and is measured "
+            "as kept: look whether the host has memory for all of it"
+        )
+
+
+def gpu_bytes_of(digests: Sequence[str]) -> int:
+    """Of jobs that hold no CPU memory to be hashed."""
+    return sum(int(digest.split()[1]) for digest in digests)

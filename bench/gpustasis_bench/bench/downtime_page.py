@@ -20,8 +20,9 @@ _DOWNTIME = (
     "job, and what lies in a tmpfs."
 )
 _HEAD = (
-    "| GPUs | tasks | rates | contender | stood still s | dump s | restore s | from memory s "
-    "| disk alone s: read, write | processor s/GiB | drain s/GiB | host memory MiB |"
+    "| GPUs of each task | tasks | rates | contender | stood still s | dump s | restore s "
+    "| from memory s | disk alone s: read, write | processor s/GiB | drain s/GiB "
+    "| host memory MiB |"
 )
 _CONTENT_HEAD = (
     "| what | contender | stood still s | without the driver's s | dump s | restore s | from "
@@ -29,11 +30,12 @@ _CONTENT_HEAD = (
 )
 _MODEL = (
     "*predicted* is what `model.py` makes of the rates, of the bandwidths of this machine (below), "
-    "and of what a dump of nearly nothing took here (*fixed*). Ratio: measured over predicted."
+    "and of what a dump of nearly nothing took here (*fixed*, without the driver's time for it). "
+    "Ratio: measured over predicted."
 )
 _MODEL_HEAD = (
-    "| GPUs | tasks | contender | fixed s | driver down | store | drop | put back | driver up | "
-    "predicted s | measured s | ratio |"
+    "| GPUs of each task | tasks | contender | fixed s | driver down | store | drop | put back "
+    "| driver up | predicted s | measured s | ratio |"
 )
 _PREDICTIONS = (
     "**Predictions, measured by nobody:** seconds for which a job would stand still, of one task "
@@ -131,8 +133,11 @@ def _others(found: Mapping[str, Any]) -> str:
     lines += _first(found)
     lines += [
         f"* Programs on all processors beside a drain at {each['rate_limit_bytes'] / _MIB:.0f} "
-        f"MiB/s ({each['contender']}): {_interval(each['ratio'])} of their rounds alone; the drain "
-        f"took {each['drain_seconds']:.1f} s and {each['drain_cpu_seconds']:.2f} s of a processor."
+        f"MiB/s at most ({each['contender']}): {_interval(each['ratio'])} of their rounds alone. "
+        f"In these {each['window_seconds']:.0f} s they left the drain "
+        f"{each['window_bytes_per_second'] / _MIB:.0f} MiB/s and {each['window_cpu_seconds']:.2f} "
+        f"s of a processor; in all it took {each['drain_seconds']:.1f} s and "
+        f"{each['drain_cpu_seconds']:.2f} s."
         for each in found["neighbours"]
     ]
     return "\n".join(lines)

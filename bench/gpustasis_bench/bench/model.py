@@ -40,7 +40,8 @@ class Rates:
 class Host:
     """Bytes a second of the machine, with all its processors where nothing else is said.
 
-    read: memory of a task is read. hash: bytes that are at hand are hashed and tried with LZ4.
+    read: memory of a task is read. hash: bytes that are at hand are hashed and tried with LZ4;
+    check: they are hashed alone.
     memory, memory_back: bytes go to a tmpfs, and come from it. storage, read_back: they go to the
     disk, synced, and come from it. criu: CRIU's one thread stores pages. drop: pages are taken from
     a task; refill: they are put back. stage, unstage: staging is filled and emptied for all GPUs
@@ -51,6 +52,7 @@ class Host:
 
     read: float
     hash: float
+    check: float
     memory: float
     memory_back: float
     storage: float
@@ -65,7 +67,7 @@ class Host:
     fixed: float = 0.0
 
     def __post_init__(self) -> None:
-        _require_positive(self, "read", "hash", "memory", "storage", "read_back", "criu")
+        _require_positive(self, "read", "hash", "check", "memory", "storage", "read_back", "criu")
         _require_positive(self, "drop", "refill", "stage", "unstage")
         _require_positive(self, "memory_back", "map_down", "map_up")
         if self.fixed < 0:
@@ -151,13 +153,15 @@ def predict(way: Way, shape: Shape, rates: Rates, host: Host) -> Predicted:
         # The GPU's memory is given away meanwhile: it comes back from what was stored.
         return Predicted(
             fixed=host.fixed,
-            down=max(down, shape.total / _storing(host, host.map_down, host.memory, disk)),
+            down=max(down, shape.total / _storing(host.map_down, host.hash, host.memory, disk)),
             store=0.0,
             drop=0.0,
             refill=0.0,
-            up=max(up, shape.total / _storing(host, host.map_up, host.memory_back, disk_back)),
+            up=max(
+                up, shape.total / _storing(host.map_up, host.check, host.memory_back, disk_back)
+            ),
         )
-    store = shape.total / _storing(host, host.read, host.memory, disk)
+    store = shape.total / _storing(host.read, host.hash, host.memory, disk)
     return Predicted(
         fixed=host.fixed,
         down=max(down, shape.total / host.stage),
@@ -176,6 +180,7 @@ def host_of(limits: dict[str, Any], medium: str, in_memory: str, fixed: float) -
     return Host(
         read=max(limits["read_process"].values()),
         hash=threads / (1 / limits["xxh3"] + 1 / limits["lz4_random"]),
+        check=limits["xxh3"] * threads,
         memory=max(limits[in_memory]["write"].values()),
         memory_back=max(limits[in_memory]["read"].values()),
         storage=max(written.values()),
@@ -184,20 +189,20 @@ def host_of(limits: dict[str, Any], medium: str, in_memory: str, fixed: float) -
         drop=limits["drop"]["1"],
         refill=max(limits["write_process"].values()),
         stage=max(limits["write_process"].values()),  # the emulator's driver is the processors
-        unstage=max(limits["memcpy"].values()),
-        map_down=max(limits[in_memory]["read"].values()),  # its GPU memory is a file in memory
+        unstage=max(limits[in_memory]["write"].values()),  # its GPU memory is a file in memory
+        map_down=max(limits[in_memory]["read"].values()),
         map_up=max(limits[in_memory]["write"].values()),
         fixed=fixed,
     )
 
 
-def _storing(host: Host, copied: float, memory: float, disk: float | None) -> float:
-    """Bytes a second that are copied at that rate, hashed, and go to the disk, or to memory if
+def _storing(copied: float, hashed: float, memory: float, disk: float | None) -> float:
+    """Bytes a second that are copied and hashed at these rates, and go to the disk, or to memory if
     there is none, or come from it. The processors do one after the other; a disk works beside
     them."""
     if disk is None:
-        return 1 / (1 / copied + 1 / host.hash + 1 / memory)
-    return min(1 / (1 / copied + 1 / host.hash), disk)
+        return 1 / (1 / copied + 1 / hashed + 1 / memory)
+    return min(1 / (1 / copied + 1 / hashed), disk)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,11 +220,12 @@ class Card:
 
 # oOraph/bench-criu, 8 x A100-80GB (p4de), driver 615.71.09: readv and write 9 GB/s, NVMe 16 GB/s,
 # filling from disk 21 GB/s, taking pages out 3 s for 76 GB, CRIU's own work 3 s; of a stock dump of
-# 58 s 38 were the driver's: CRIU stored 76 GB in 17 s. hash is not theirs: XXH3 and a try of LZ4 in
-# 16 threads, each as fast as one on the machine of docs/performance.md.
+# 58 s 38 were the driver's: CRIU stored 76 GB in 17 s. hash and check are not theirs: XXH3, and a
+# try of LZ4, in 16 threads, each as fast as one on the machine of docs/performance.md.
 PUBLISHED_HOST = Host(
     read=9 * GB,
     hash=16 * 11 * GB,
+    check=16 * 35 * GB,
     memory=24 * GB,
     memory_back=24 * GB,
     storage=16 * GB,

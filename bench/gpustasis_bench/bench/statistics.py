@@ -89,12 +89,40 @@ def paired_ratio(above: Sequence[float], below: Sequence[float]) -> PairedRatio:
     mean = statistics.fmean(logs)
     if len(logs) == 1:
         return PairedRatio(mean=math.exp(mean), low=None, high=None, pairs=1)
-    freedom = len(logs) - 1
-    quantile = _T[freedom - 1] if freedom <= len(_T) else 1.96 + 2.4 / freedom
-    half = quantile * statistics.stdev(logs) / math.sqrt(len(logs))
+    half = _quantile(len(logs) - 1) * statistics.stdev(logs) / math.sqrt(len(logs))
     return PairedRatio(
         mean=math.exp(mean), low=math.exp(mean - half), high=math.exp(mean + half), pairs=len(logs)
     )
+
+
+def unpaired_ratio(above: Sequence[float], below: Sequence[float]) -> PairedRatio:
+    """The geometric mean of one over that of the other, of values that were measured at different
+    times; the interval is Welch's, of the logarithms. pairs: the lesser count. All greater than 0.
+
+    Raises ValueError if one is empty, or a value has no logarithm.
+    """
+    if not above or not below:
+        raise ValueError("there is no value to take a ratio of")
+    logs = [[math.log(value) for value in values] for values in (above, below)]
+    mean = statistics.fmean(logs[0]) - statistics.fmean(logs[1])
+    pairs = min(len(above), len(below))
+    if pairs == 1:
+        return PairedRatio(mean=math.exp(mean), low=None, high=None, pairs=1)
+    shares = [statistics.variance(values) / len(values) for values in logs]
+    freedom = (
+        sum(shares) ** 2
+        / sum(share**2 / (len(values) - 1) for share, values in zip(shares, logs, strict=True))
+        if any(shares)
+        else 1.0
+    )
+    half = _quantile(max(1, math.floor(freedom))) * math.sqrt(sum(shares))
+    return PairedRatio(
+        mean=math.exp(mean), low=math.exp(mean - half), high=math.exp(mean + half), pairs=pairs
+    )
+
+
+def _quantile(freedom: int) -> float:
+    return _T[freedom - 1] if freedom <= len(_T) else 1.96 + 2.4 / freedom
 
 
 def disagreements(rounds: Iterable[Round], groups: Mapping[str, str]) -> list[str]:

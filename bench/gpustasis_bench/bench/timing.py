@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,8 +39,9 @@ def run_timed(
     timeout_s: float,
     *,
     with_worker: bool = False,
+    on_start: Callable[[int], object] | None = None,
 ) -> TimedRun:
-    """Run a program to its end. What it prints goes to `output`.
+    """Run a program to its end. What it prints goes to `output`. on_start: is told its pid.
 
     Raises BenchError if it fails or takes longer than timeout_s; it is killed then.
     """
@@ -56,6 +57,8 @@ def run_timed(
             (os.POSIX_SPAWN_DUP2, 1, 2),
         ],
     )
+    if on_start is not None:
+        on_start(pid)
     watch = _Watch(pid, begin + timeout_s, with_worker)
     watch.start()
     try:
