@@ -130,7 +130,7 @@ BENCH_ARROWS = {
     "demo": {"errors", "criu", "machine"},
     "gpucheck": {"errors", "process", "nvml", "criu", "machine", "demo"},
     "bench": {
-        *("__init__", "errors", "process", "criu", "_core", "emulator"),
+        *("__init__", "errors", "process", "criu", "_core", "emulator", "draining"),
         *("contents", "roots", "machine"),
     },
 }

@@ -320,7 +320,8 @@ def test_what_the_commands_say(newest_rig: Rig, arena: Path) -> None:
         run("prune", store, "--keep-last", "1")
         assert (store / "one").exists()
         listed = run("arena", "list", "--arena", arena)["entries"]
-        assert [entry["directory"] for entry in listed] == [str(store / "one")]
+        found = [(entry["directory"], entry["state"]) for entry in listed]
+        assert found == [(str(store / "one"), "local")]
 
         drained = run("drain", store / "one")
         assert drained["images"] == 1

@@ -9,6 +9,8 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,8 @@ from campaigns.rig import Rig, small_filesystem
 from gpustasis._core import ARENA_MARKER
 from gpustasis.image.arena import Tier, stored_directory, tier_of
 from gpustasis.image.peer_record import PEER_RECORD
+from gpustasis.sealing import seal as sealing_module
+from gpustasis.sealing.recipients import read_recipients
 from support.arena import dump, ram, restore, statistics
 from support.certificates import Pair
 from support.json_output import check_document
@@ -40,6 +44,23 @@ def unsealed(rig: Rig, pair: Pair, sealed: Path, to: Path) -> Path:
     done = gpustasis(rig, "unseal", sealed, "--key", pair.key, "-o", to)
     assert done.returncode == 0, done.stderr
     return to
+
+
+@contextmanager
+def at_work(rig: Rig, images: Path, pair: Pair, out: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """One that takes long, and has begun to write `out`; killed, if it has not ended."""
+    words = [sys.executable, "-m", "gpustasis", *map(str, sealing(images, pair, out))]
+    with subprocess.Popen(
+        [*words, "--rate-limit", "256K"], env=dict(rig.environ), stderr=subprocess.PIPE
+    ) as sealer:
+        try:
+            deadline = time.monotonic() + 60
+            while not list(out.parent.glob(f".{out.name}.part/.gpustasis-sealed-*.part")):
+                assert sealer.poll() is None and time.monotonic() < deadline
+                time.sleep(0.05)
+            yield sealer
+        finally:
+            sealer.kill()
 
 
 @pytest.mark.parametrize("cpu_memory", ["criu", "ours"])
@@ -167,15 +188,8 @@ def test_one_that_is_killed_leaves_the_checkpoint_and_the_next_succeeds(
         images = dump(newest_rig, job, **ram(arena))
         job.wait()
         out = tmp_path / "sealed"
-        words = [sys.executable, "-m", "gpustasis", *map(str, sealing(images, me, out))]
-        with subprocess.Popen(
-            [*words, "--rate-limit", "64K"], env=dict(newest_rig.environ), stderr=subprocess.PIPE
-        ) as at_work:
-            deadline = time.monotonic() + 60
-            while not list(tmp_path.glob(".sealed.part/.gpustasis-sealed-*.part")):
-                assert at_work.poll() is None and time.monotonic() < deadline
-                time.sleep(0.05)
-            at_work.kill()
+        with at_work(newest_rig, images, me, out) as sealer:
+            sealer.kill()
         assert tier_of(images) == Tier.LOCAL and not out.exists()
         left = [path.read_bytes() for path in (tmp_path / ".sealed.part").iterdir()]
         done = gpustasis(newest_rig, *sealing(images, me, out))
@@ -184,3 +198,59 @@ def test_one_that_is_killed_leaves_the_checkpoint_and_the_next_succeeds(
         assert wanted and not any(needle in content for needle in wanted for content in left)
         assert not (tmp_path / ".sealed.part").exists()
         restore(newest_rig, job, unsealed(newest_rig, me, out, tmp_path / "plain"))
+
+
+def test_a_file_that_changes_meanwhile_is_an_error(
+    newest_rig: Rig, arena: Path, me: Pair, tmp_path: Path
+) -> None:
+    with newest_rig.job(mib=8) as job:
+        images = dump(newest_rig, job, **ram(arena))
+        job.wait()
+        with at_work(newest_rig, images, me, tmp_path / "sealed") as sealer:
+            (images / "pstree.img").touch()
+            _, told = sealer.communicate(timeout=120)
+        assert sealer.returncode == 14 and b"changed while it was sealed" in told, told
+        assert list(tmp_path.glob("*sealed*")) == [] and tier_of(images) == Tier.LOCAL
+
+
+def test_a_directory_that_is_exchanged_meanwhile_is_not_the_one_that_is_sealed(
+    newest_rig: Rig, arena: Path, me: Pair, tmp_path: Path
+) -> None:
+    """Marker, images and arena stay those of the directory that was opened."""
+    with newest_rig.job(mib=8) as job:
+        first = dump(newest_rig, job, "--leave-running", **ram(arena))
+        job.run_on()
+        second = dump(newest_rig, job, **ram(arena))
+        job.wait()
+        away, plain = tmp_path / "away", tmp_path / "plain"
+        with at_work(newest_rig, first, me, tmp_path / "sealed") as sealer:
+            first.rename(away)
+            second.rename(first)
+            _, told = sealer.communicate(timeout=120)
+        assert sealer.returncode == 0, told
+        unsealed(newest_rig, me, tmp_path / "sealed", plain)
+        names = {path.name for path in away.iterdir()} & {path.name for path in plain.iterdir()}
+        assert {"inventory.img", "pages-1.img", "gpustasis-dump.json"} <= names
+        assert all((plain / name).read_bytes() == (away / name).read_bytes() for name in names)
+        told_of = [path / "gpustasis-dump.json" for path in (plain, first)]
+        assert told_of[0].read_bytes() != told_of[1].read_bytes()
+        restore(newest_rig, job, plain)
+
+
+def test_one_that_is_drained_before_the_lock_is_had_is_sealed_from_the_disk(
+    newest_rig: Rig, arena: Path, me: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with newest_rig.job(mib=8) as job:
+        images = dump(newest_rig, job, **ram(arena))
+        job.wait()
+        lock = sealing_module.locked
+
+        def drained_first(directory: Path) -> object:
+            done = gpustasis(newest_rig, "drain", images)
+            assert done.returncode == 0, done.stderr
+            return lock(directory)
+
+        monkeypatch.setattr(sealing_module, "locked", drained_first)
+        done = sealing_module.seal(images, read_recipients([me.certificate]), tmp_path / "sealed")
+        assert done.state == Tier.DURABLE and done.in_clear == ()
+        restore(newest_rig, job, unsealed(newest_rig, me, tmp_path / "sealed", tmp_path / "plain"))

@@ -120,14 +120,21 @@ def _line(operation: dict[str, Any]) -> str:
     stood = figures["downtime_s"]
     text = "" if stood is None else f", {stood:.2f} s of standing still"
     emulated = " (emulator: no real GPU)" if figures["emulated"] else ""
+    local = ", in memory only, until the agent has drained it" if _is_local(figures) else ""
     return (
-        f"{_what(operation)} is in {operation['place']}: {mib(figures['size_bytes'])} in "
+        f"{_what(operation)} is in {operation['place']}{local}: {mib(figures['size_bytes'])} in "
         f"{mib(figures['stored_bytes'])}{text} ({figures['duration_s']:.2f} s){emulated}"
     )
 
 
+def _is_local(figures: dict[str, Any] | None) -> bool:
+    """Whether the checkpoint of these figures is not drained."""
+    return figures is not None and figures["tier"] == "local"
+
+
 def _row(operation: dict[str, Any]) -> tuple[object, ...]:
-    result = operation["error"] or operation["note"] or operation["place"]
+    place = operation["place"] + (", in memory only" if _is_local(operation["figures"]) else "")
+    result = operation["error"] or operation["note"] or place
     return (
         operation["id"],
         operation["state"],

@@ -12,7 +12,7 @@ from gpustasis.cli import output
 from gpustasis.cli.framework import Command, Group
 from gpustasis.cli.options import Size
 from gpustasis.draining.recycle import recycle
-from gpustasis.draining.room import ARENA, contents_of, empty_pool
+from gpustasis.draining.room import ARENA, contents_of, empty_pool, tier_in
 from gpustasis.draining.room import create as create_arena
 from gpustasis.draining.room import discard as discard_checkpoint
 from gpustasis.errors import ImageError
@@ -57,7 +57,8 @@ def create(arena: Path, size: int) -> None:
 @command.command("list", cls=Command)
 @_arena_option
 def list_arena(arena: Path) -> None:
-    """List what lies in the arena: checkpoints that are not drained, or that others there need.
+    """List what lies in the arena: checkpoints that are not drained (local), and durable ones that
+    others there need. Unknown: the checkpoint is not at its image directory any more.
 
     Exits 10 if it cannot be told of a directory there whose it is; that is listed with the reason.
     """
@@ -66,6 +67,7 @@ def list_arena(arena: Path) -> None:
         {
             "checkpoint_id": one.owner.checkpoint_id,
             "directory": one.images,
+            "state": tier_in(one),
             "arena_directory": one.directory,
             "taken": datetime.fromtimestamp(one.owner.time).astimezone(),
             "bytes": one.size,
@@ -81,8 +83,9 @@ def list_arena(arena: Path) -> None:
         rows = []
         for one, entry in zip(found.kept, entries, strict=True):
             taken = f"{entry['taken']:%Y-%m-%d %H:%M:%S}"
-            rows.append((taken, one.directory.name[:12], mib(one.size), one.images))
-        output.table(("TAKEN", "ID", "MEMORY", "DIRECTORY"), rows)
+            state = entry["state"] or "unknown"
+            rows.append((taken, one.directory.name, state, mib(one.size), one.images))
+        output.table(("TAKEN", "ID", "STATE", "MEMORY", "DIRECTORY"), rows)
         for unread in found.unread:
             output.say(f"{unread.directory}: {mib(unread.size)}, unreadable: {unread.problem}")
         output.say(f"{mib(found.pool_bytes)} are kept for dumps to come")

@@ -20,7 +20,7 @@ from gpustasis.draining.priority import lower
 from gpustasis.draining.waiting import peer_of, wait_for
 from gpustasis.errors import LocalError
 from gpustasis.image.arena import Tier
-from gpustasis.image.directory import allow_many_files
+from gpustasis.image.directory import allow_many_files, require_outside
 from gpustasis.streaming.finished import require_sendable, send_finished
 from gpustasis.streaming.send import DEFAULT_TIMEOUT_S, Target
 from gpustasis.text import mib
@@ -73,11 +73,11 @@ def drain(
         target = None
         if output_to is not None:
             require_sendable(images)
-            target = (
-                standard_output(opened, DEFAULT_TIMEOUT_S, one_way=True)
-                if output_to == "-"
-                else new_file(opened, Path(output_to), DEFAULT_TIMEOUT_S)
-            )
+            if output_to == "-":
+                target = standard_output(opened, DEFAULT_TIMEOUT_S, one_way=True)
+            else:
+                require_outside(Path(output_to), images)
+                target = new_file(opened, Path(output_to), DEFAULT_TIMEOUT_S)
         _drain(images, rate_limit, compress, threads, output_to, target)
 
 
@@ -90,12 +90,17 @@ def _drain(
     target: Target | None,
 ) -> None:
     with output.bars() as update:
+
+        def tell(count: int, total: int) -> None:
+            if total:  # else another is drained before
+                update(f"draining {images}", count, total)
+
         done = drain_aside(
             images,
             rate=rate_limit,
             threads=threads,
             compress=compress == "lz4",
-            on_progress=lambda count, total: update(f"draining {images}", count, total),
+            on_progress=tell,
         )
     text = f"{images} is durable"
     if done.images:

@@ -236,7 +236,8 @@ def dump_options(function: Decorated) -> Decorated:
             click.option(
                 "--tier",
                 type=click.Choice(["disk", "ram"]),
-                help="ram: our images go into memory first, and to the disk by `gpustasis drain`.  "
+                help="ram: our images go into memory first, and to the disk by `gpustasis drain`; "
+                "an error for a stream.  "
                 "[default: as configured, else disk]",
             ),
             click.option(

@@ -29,7 +29,14 @@ from gpustasis.draining.recycle import (
     size_of,
 )
 from gpustasis.errors import CheckpointError, ImageError, UnsupportedError
-from gpustasis.image.arena import by_descriptor, find_marker, own_marker
+from gpustasis.image.arena import (
+    Tier,
+    by_descriptor,
+    find_marker,
+    images_of,
+    own_marker,
+    tier_of,
+)
 from gpustasis.image.directory import PATIENCE_S, is_there, try_exclude
 
 ARENA = Path("/run/gpustasis/arena")  # src/cuda_plugin/config.hpp
@@ -63,6 +70,22 @@ def contents_of(arena: Path) -> Contents:
         unread=tuple(found.unread),
         pool_bytes=size_of(arena / POOL),
     )
+
+
+def tier_in(one: Kept) -> Tier | None:
+    """Of a checkpoint in an arena. Durable: it is there because others are built on it. None: what
+    is at its image directory is not that checkpoint, or cannot be read."""
+    wanted = one.owner.checkpoint_id
+    try:
+        with images_of(one.owner) as images:
+            if images is None:
+                return None
+            marker = find_marker(images)
+            if marker is not None and marker.checkpoint_id == wanted:
+                return tier_of(images)
+            return Tier.DURABLE if _core.read_manifest(images).checkpoint_id == wanted else None
+    except (OSError, ValueError, NotImplementedError, CheckpointError):
+        return None
 
 
 def create(arena: Path, size: int) -> str:
