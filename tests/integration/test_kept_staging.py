@@ -26,7 +26,8 @@ from support.broken_dumps import dump_and_stop, recover
 from support.broken_trackers import userfaultfds
 from support.certificates import Pair
 from support.cpu_memory import OURS, pages_bytes
-from support.live_sealing import opened_by, require_nowhere, sealed_for
+from support.criu_roots import criu_place
+from support.live_sealing import gpustasis, opened_by, require_nowhere, sealed_for
 from support.memory_limit import memory_limit, set_limit
 
 KEEP: dict[str, Scalar] = {"staging": "keep"}
@@ -80,6 +81,20 @@ def test_a_job_runs_on_and_comes_back_and_criu_has_not_dumped_it_too(rig: Rig) -
             assert abs(pages_bytes(images) - pages_bytes(dropped)) < 4 * MIB
             assert not verify_directory(images).problems
         come_back(rig, job, images)
+
+
+def test_a_key_without_an_option_is_set_for_one_run_by_an_option_of_criu(newest_rig: Rig) -> None:
+    """docs/operating.md says so of `gpu_memory` and `when_full`, which have no option of ours."""
+    with newest_rig.job(mib=8) as job:
+        found = []
+        for options in ((), ("--", "--plugin-option=cuda_plugin.staging=keep")):
+            images = newest_rig.images()
+            words = ("checkpoint", job.pid, "-D", images, "-R", "--criu")
+            done = gpustasis(newest_rig, *words, criu_place(newest_rig.criu), *options)
+            assert done.returncode == 0, done.stderr
+            found += [task["staging"] for task in tasks(images)]
+            job.run_on()
+        assert found == ["dropped", "kept"]
 
 
 def test_a_chain_may_have_both(newest_rig: Rig) -> None:
