@@ -54,10 +54,11 @@ def test_a_drain_and_a_dump_into_the_same_arena_are_killed(place: tuple[Rig, Pat
 
 
 def test_an_agent_that_is_killed_leaves_all_to_the_next(place: tuple[Rig, Path]) -> None:
-    tally = agent_kills.run(*place, Random(SEED), 1)
+    tally = agent_kills.run(*place, Random(SEED), 2)
     tally.require_clean()
     hit = (*agent_kills.ALL_OF_DUMP, *agent_kills.ALONE)
     assert all(tally.counts[f"killed {phase}"] for phase in hit), tally.counts
+    assert all(tally.counts[f"killed: {who}"] for who in agent_kills.Who), tally.counts
 
 
 def test_a_copy_to_a_neighbour_is_whole_or_not_there(place: tuple[Rig, Path]) -> None:

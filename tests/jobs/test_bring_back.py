@@ -26,6 +26,7 @@ from gpustasis.image.checkpoint import open_image
 from gpustasis.jobs.dumps import DumpRecord, content_of, identity_of
 from gpustasis.jobs.neighbour import bring_back, give_up, is_lost
 from gpustasis.jobs.network import Network
+from gpustasis.peers.copies import FETCHED
 from gpustasis.peers.copying import copy
 from gpustasis.recovery import WORKER_COMM
 from gpustasis.streaming.tree import Tree
@@ -183,6 +184,48 @@ def test_the_names_of_what_is_fetched_are_on_the_disk(
     monkeypatch.setattr(os, "fsync", spy)
     assert bring_back(record)
     assert (str(images.parent), True) in synced
+
+
+@pytest.fixture
+def fetched(
+    nodes: Nodes, images: Path, arena: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[DumpRecord, Path]:
+    """Of a dump that is lost and whole under another name: a keeper has fetched it, and was killed.
+    The neighbour is gone meanwhile."""
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    make_local(images, arena)
+    with serving(nodes.keeper), monkeypatch.context() as patch:
+        done = copy(images, nodes.sender)
+        record = record_of(images, done.peer, done.key)
+        of_another_boot(images)
+        patch.setattr("gpustasis.jobs.neighbour._put", killed)
+        with pytest.raises(KeyboardInterrupt):
+            bring_back(record)
+    assert is_lost(images)
+    return record, images.with_name("epoch-00000001.fetching")
+
+
+def test_what_a_killed_keeper_has_fetched_is_taken_without_its_neighbour(
+    images: Path, fetched: tuple[DumpRecord, Path]
+) -> None:
+    record, _ = fetched
+    assert bring_back(record)
+    assert content_of(images) == (record.bytes, record.digest)
+    assert sorted(os.listdir(images.parent)) == ["epoch-00000001", "epoch-00000001.lost-1"]
+
+
+@pytest.mark.parametrize("name", ["gpustasis-7.img", FETCHED])
+def test_nothing_else_that_it_has_left_is_taken(
+    nodes: Nodes, images: Path, fetched: tuple[DumpRecord, Path], name: str
+) -> None:
+    record, part = fetched
+    (part / name).unlink()
+    with pytest.raises(JobError, match="cannot reach"):
+        bring_back(record)
+    assert is_lost(images)
 
 
 @pytest.mark.parametrize("serves", [False, True])

@@ -14,7 +14,7 @@ import pytest
 
 from gpustasis._core import ARENA_MARKER, ARENA_OWNER, MANIFEST_NAME, PARENT_LINK
 from gpustasis.draining.drain import drain, sync_files
-from gpustasis.draining.recycle import UNSYNCED, recycle
+from gpustasis.draining.recycle import SYNCING, UNSYNCED, recycle
 from gpustasis.draining.room import contents_of, discard
 from gpustasis.draining.waiting import wait_for
 from gpustasis.errors import ImageError, LocalError
@@ -105,6 +105,73 @@ def test_a_file_of_criu_that_could_not_be_synced_is_never_called_durable(
     assert not [one for one in (arena / "pool").iterdir() if UNSYNCED in one.name]
 
 
+def test_nothing_is_synced_if_that_could_not_be_noted(
+    local: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel would have told of it, and the next drain would not know."""
+    images, stored = local
+    really = os.open
+
+    def opened(path: Any, flags: int, *more: Any, **keys: Any) -> int:
+        if Path(path).name in (SYNCING, UNSYNCED) and flags & os.O_CREAT:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        return really(path, flags, *more, **keys)
+
+    failed = fail_to_sync(monkeypatch, "pages-1.img")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", opened)
+        for _ in range(2):
+            with pytest.raises(LocalError, match=f"No space left on device: .*/{SYNCING}"):
+                drain(images)
+    assert not failed and tier_of(images) == Tier.LOCAL
+    with pytest.raises(ImageError, match="could not be synced"):
+        drain(images)
+    assert failed and (stored / UNSYNCED).exists()
+
+
+@pytest.fixture
+def killed_as_it_synced(local: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have been told of an error before."""
+    images, stored = local
+
+    def killed(_: int) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", killed)
+        with pytest.raises(KeyboardInterrupt):
+            sync_files(images, stored)
+    assert (stored / SYNCING).exists()
+
+
+@pytest.mark.usefixtures("killed_as_it_synced")
+def test_a_drain_that_was_killed_as_it_synced_costs_no_checkpoint(local: tuple[Path, Path]) -> None:
+    images, stored = local
+    assert wait_for(images, Tier.LOCAL, None) == Tier.LOCAL
+    drain(images)
+    assert tier_of(images) == Tier.DURABLE
+    assert not stored.exists()
+
+
+@pytest.mark.usefixtures("killed_as_it_synced")
+def test_what_its_file_system_has_lost_since_is_never_called_durable(
+    local: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    images, stored = local
+
+    def fail(_: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("gpustasis.draining.syncing._sync_file_system", fail)
+        with pytest.raises(ImageError, match=f"^{images} could not be synced"):
+            drain(images)
+    with pytest.raises(ImageError, match=f"^{images} could not be synced"):
+        drain(images)
+    assert tier_of(images) == Tier.LOCAL
+    assert not (stored / SYNCING).exists()
+
+
 def test_that_is_known_without_room_for_its_name(
     local: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -192,6 +259,45 @@ def test_a_drain_that_was_killed_before_it_gave_the_manifest_its_time(
     drain(images)
     assert (images / MANIFEST_NAME).stat().st_mtime == TAKEN
     assert not (images / ARENA_MARKER).exists()
+
+
+def test_no_time_is_taken_from_where_a_marker_leads_that_somebody_else_has_written(
+    local: tuple[Path, Path], tmp_path: Path
+) -> None:
+    images, stored = local
+    marker = (images / ARENA_MARKER).read_text()
+    drain(images)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir(mode=0o700)
+    (elsewhere / MANIFEST_NAME).touch()
+    (images / ARENA_MARKER).write_text(marker.replace(str(stored), str(elsewhere)))
+    drain(images)
+    assert not (images / ARENA_MARKER).exists()
+    assert (images / MANIFEST_NAME).stat().st_mtime == TAKEN
+
+
+class StoppedError(Exception):
+    pass
+
+
+def test_a_drain_is_stopped_while_what_it_is_built_on_is_drained(
+    local: tuple[Path, Path], tmp_path: Path, arena: Path
+) -> None:
+    images, stored = local
+    child = tmp_path / "child"
+    make_local(child, arena, ("A", "C"), parent=stored)
+
+    def stop(*_: int) -> None:
+        raise StoppedError
+
+    with pytest.raises(StoppedError):
+        drain(child, on_progress=stop)
+    assert [tier_of(one) for one in (images, child)] == [Tier.LOCAL] * 2
+    told: list[tuple[int, int]] = []
+    drain(child, on_progress=lambda *words: told.append(words))
+    assert [tier_of(one) for one in (images, child)] == [Tier.DURABLE] * 2
+    (total,) = {words[1] for words in told} - {0}
+    assert told[0] == (0, 0) and told[-1] == (total, total)
 
 
 def test_a_drain_that_was_killed_before_a_boot(local: tuple[Path, Path], arena: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -63,7 +64,7 @@ def list_arena(arena: Path) -> None:
     Exits 10 if it cannot be told of a directory there whose it is; that is listed with the reason.
     """
     found = contents_of(arena)
-    entries = [
+    entries: list[dict[str, Any]] = [
         {
             "checkpoint_id": one.owner.checkpoint_id,
             "directory": one.images,

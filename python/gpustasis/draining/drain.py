@@ -22,6 +22,7 @@ from gpustasis._core import (
     ARENA_MARKER,
     ARENA_OWNER,
     MANIFEST_NAME,
+    ArenaMarker,
     ArenaOwner,
     Manifest,
     drain_images,
@@ -30,9 +31,10 @@ from gpustasis._core import (
     write_manifest,
 )
 from gpustasis.criu.images import INVENTORY_NAME
-from gpustasis.draining.recycle import UNSYNCED, arena_of, recycle
+from gpustasis.draining.recycle import arena_of, recycle, times_of
+from gpustasis.draining.syncing import opened_to_sync, require_synced, sync_noted
 from gpustasis.errors import CheckpointError, ImageError, LocalError
-from gpustasis.files import open_new, sync_directory
+from gpustasis.files import sync_directory
 from gpustasis.image.arena import (
     by_descriptor,
     find_marker,
@@ -47,7 +49,8 @@ from gpustasis.image.directory import is_there, shared, try_exclude
 PATIENCE_S = 10.0  # waited for a dump that has just said that it is done
 _POLL_S = 0.05
 
-# Told the bytes of memory that were read, and how many there are; of one checkpoint.
+# Told the bytes of memory that were read, and how many there are, of one checkpoint; 0 and 0 while
+# others are drained before it. What it raises stops the drain.
 OnProgress = Callable[[int, int], object]
 
 
@@ -87,8 +90,9 @@ def drain(
     while parent is not None:
         earlier.append(parent)
         parent = local_parent(parent)
+    goes_on = None if on_progress is None else lambda *_: on_progress(0, 0)
     for place in reversed(earlier):
-        _drain_one(place, rate, threads, compress, None)
+        _drain_one(place, rate, threads, compress, goes_on)
     images, memory, size, checkpoint_id = _drain_one(
         directory, rate, threads, compress, on_progress
     )
@@ -184,7 +188,7 @@ def _drain_opened(
             )
         with _writing(directory):
             if marker is not None:
-                _take_time(Path(marker.directory), directory)
+                _take_time(marker, directory)
             (directory / ARENA_MARKER).unlink()
             sync_directory(directory)
     if marker is not None and (arena := arena_of(marker)) is not None:
@@ -212,7 +216,7 @@ def _write(
         total = _memory_of(arena, manifest)
         tell = None if on_progress is None else lambda done: on_progress(done, total)
         with _writing(directory):
-            if not is_images_of(Path(owner.images), owner):
+            if not _is_at(Path(owner.images), directory):
                 note_renamed(arena, directory)
             drained = drain_images(
                 arena,
@@ -229,6 +233,13 @@ def _write(
     return len(names), total, sum((directory / name).stat().st_size for name in names)
 
 
+def _is_at(path: Path, directory: Path) -> bool:
+    """Another disk may be mounted there by now, and the directory be on one that is elsewhere."""
+    with suppress(OSError):
+        return path.samefile(directory)
+    return False
+
+
 def require_own(directory: Path, arena: Path) -> ArenaOwner:
     """Raise ImageError unless the images in `arena` are of the checkpoint in `directory`, and not
     of one that this is a copy of."""
@@ -241,14 +252,11 @@ def require_own(directory: Path, arena: Path) -> ArenaOwner:
     return owner
 
 
-def _take_time(arena: Path, directory: Path) -> None:
+def _take_time(marker: ArenaMarker, directory: Path) -> None:
     """The manifest says when the checkpoint was made, and not when it was drained. Of one that is
     durable the arena may be gone. Raises OSError."""
-    try:
-        made = (arena / MANIFEST_NAME).lstat()
-    except OSError:
-        return
-    os.utime(directory / MANIFEST_NAME, ns=(made.st_atime_ns, made.st_mtime_ns))
+    if (times := times_of(marker)) is not None:
+        os.utime(directory / MANIFEST_NAME, ns=times, follow_symlinks=False)
 
 
 def finished_manifest(directory: Path, arena: Path) -> Manifest:
@@ -265,17 +273,8 @@ def finished_manifest(directory: Path, arena: Path) -> Manifest:
         raise ImageError(
             f"{directory / INVENTORY_NAME} is not of the checkpoint whose images are in {arena}"
         )
-    if is_there(arena / UNSYNCED):
-        with image_errors():
-            raise _unsynced(directory / os.fsdecode((arena / UNSYNCED).read_bytes()))
+    require_synced(directory, arena)
     return manifest
-
-
-def _unsynced(file: Path) -> ImageError:
-    return ImageError(
-        f"{file} could not be synced: it may not be what was dumped, whatever a later sync says; "
-        "the checkpoint is only in memory, and is not drained any more: take another"
-    )
 
 
 def _parent_of(directory: Path, manifest: Manifest) -> Path | None:
@@ -305,32 +304,22 @@ def sync_files(
     started it may have made a moment ago. written: names of what the drain has written, as the next
     one does again. but: names of what is no part of the checkpoint. Raises OSError; ImageError if
     another file cannot be synced."""
+    of_criu = []
     with os.scandir(directory) as items:
         for item in items:
-            if item.name not in but and item.is_file(follow_symlinks=False):
-                flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-                fd = os.open(item.path, flags)  # it may have become a FIFO
-                try:
+            if item.name in but or not item.is_file(follow_symlinks=False):
+                continue
+            if item.name in written:
+                with opened_to_sync(Path(item.path)) as fd:
                     os.fsync(fd)
-                except OSError as exc:
-                    if item.name in written:
-                        raise
-                    _note_unsynced(arena, item.name)
-                    raise _unsynced(directory / item.name) from exc
-                finally:
-                    os.close(fd)
+            else:
+                of_criu.append(item.name)
+    sync_noted(directory, arena, of_criu)
     sync_directory(directory)
     try:
         sync_directory(directory / "..")
     except PermissionError:
         os.sync()  # who may not read the directory above it cannot have that synced alone
-
-
-def _note_unsynced(arena: Path, name: str) -> None:
-    """Linux tells of such an error once: the next fsync of the file succeeds, whatever is on the
-    disk. That the note is there says so, even if there was no room for the name."""
-    with suppress(OSError), open_new(arena / UNSYNCED) as file:
-        file.write(os.fsencode(name))
 
 
 @contextmanager

@@ -30,21 +30,21 @@ from gpustasis._core import (
     list_checkpoint_records,
     list_drop_records,
     read_arena_owner,
-    read_manifest,
     require_arena,
 )
-from gpustasis.criu.images import INVENTORY_NAME
+from gpustasis.draining.over import is_over
 from gpustasis.errors import CheckpointError, ImageError, UnsupportedError
-from gpustasis.image.arena import images_of, is_inventory_of, own_marker
+from gpustasis.image.arena import images_of, own_marker
 from gpustasis.image.directory import is_there, try_exclude
 
 log = logging.getLogger(__name__)
 
 POOL = "pool"  # src/cuda_plugin/arena_dump.hpp
 RESERVED = "reserved"  # src/cuda_plugin/arena_room.hpp
+SYNCING = ".syncing"  # of a drain: it syncs files of criu, or was killed while it did
 UNSYNCED = ".unsynced"  # of a drain: names a file of criu that may not be on the disk
 # What is written in the directory of a checkpoint: its name, and that of what is not complete yet.
-_FILE = rf"gpustasis-.+\.img|{PARENT_LINK}|{ARENA_OWNER}|{RESERVED}|{re.escape(UNSYNCED)}"
+_FILE = rf"gpustasis-.+\.img|{PARENT_LINK}|{ARENA_OWNER}|{RESERVED}|\.syncing|\.unsynced"
 _OF_DUMP = re.compile(rf"({_FILE})|\.({_FILE})\.part|\.\.({_FILE})\.part\.part")
 _ID = re.compile(r"[0-9a-f]{32}")
 # A dump writes the owner a moment after it has made the directory: one that is older is nobody's.
@@ -163,16 +163,31 @@ def arena_of(marker: ArenaMarker) -> Path | None:
     """The arena of the directory that a marker names, to be recycled. Anybody can have written the
     marker: None if its checkpoint is not there, as stored_directory() wants it."""
     try:
-        with _opened(Path(marker.directory)) as inside:
-            owner = read_arena_owner(inside)
-            if (owner.checkpoint_id, owner.boot_id) != (marker.checkpoint_id, marker.boot_id):
-                raise ImageError(f"{marker.directory} is of another checkpoint")
+        with _marked(marker) as inside:
             return inside.resolve().parent
     except FileNotFoundError:
         return None  # somebody was faster
     except _ERRORS as exc:
         log.warning("memory of a checkpoint in %s was not given back: %s", marker.directory, exc)
         return None
+
+
+def times_of(marker: ArenaMarker) -> tuple[int, int] | None:
+    """Of the manifest in that directory: last read and written, in ns. None as arena_of."""
+    with suppress(*_ERRORS), _marked(marker) as inside:
+        made = (inside / MANIFEST_NAME).lstat()
+        return made.st_atime_ns, made.st_mtime_ns
+    return None
+
+
+@contextmanager
+def _marked(marker: ArenaMarker) -> Iterator[Path]:
+    """That directory, as _opened. Raises as _ERRORS if it is another checkpoint's."""
+    with _opened(Path(marker.directory)) as inside:
+        owner = read_arena_owner(inside)
+        if (owner.checkpoint_id, owner.boot_id) != (marker.checkpoint_id, marker.boot_id):
+            raise ImageError(f"{marker.directory} is of another checkpoint")
+        yield inside
 
 
 def give_up(directory: Path) -> None:
@@ -265,7 +280,7 @@ def _try_free(inside: Path, directory: Path, needs: Needs, largest: int) -> bool
         if _why_needed(directory, _needs(inside)):
             return False
         owner = read_arena_owner(directory) if is_there(directory / ARENA_OWNER) else None
-        if owner is not None and not _is_over(directory, owner):
+        if owner is not None and not is_over(directory, owner):
             return False
         if owner is None and not os.listdir(directory):
             directory.rmdir()  # which needs no pool
@@ -318,38 +333,6 @@ def _why_needed(directory: Path, needs: Needs) -> str | None:
     return needs.get((here.st_dev, here.st_ino)) or needs.get(directory.name)
 
 
-def _is_over(directory: Path, owner: ArenaOwner) -> bool:
-    """Whether the image directory does without it: it has all, or another checkpoint by now, or one
-    whose dump was broken off. If it is not there, it may be on a disk that is not mounted.
-
-    All is looked at in the directory that was found to be the owner's: a marker is missing in any
-    other that somebody puts in its place meanwhile."""
-    try:
-        with images_of(owner) as images:
-            if images is None:
-                return False
-            with own_marker(images, owner.checkpoint_id) as marker:
-                if marker is None:
-                    return True
-                # With a manifest, a drain is at its last step, or has to be.
-                if is_there(images / MANIFEST_NAME) or _is_finished(directory, images):
-                    return False
-                marker.unlink()
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _is_finished(directory: Path, images: Path) -> bool:
-    """Whether criu has come to its end. The inventory, which it writes last, may be that of an
-    earlier dump into the same directory, or empty: criu was killed before it has written to it."""
-    inventory = images / INVENTORY_NAME
-    if not is_there(directory / MANIFEST_NAME) or not is_there(inventory):
-        return False
-    manifest = read_manifest(directory)
-    return inventory.lstat().st_size != 0 and is_inventory_of(images, manifest)
-
-
 def _empty(inside: Path, directory: Path, owner: ArenaOwner | None, largest: int) -> None:
     """The files that are largest go into the pool, as long as it holds no more than the plugin's
     configuration says: by itself, than `largest`, the largest checkpoint in the arena, and half of
@@ -361,7 +344,7 @@ def _empty(inside: Path, directory: Path, owner: ArenaOwner | None, largest: int
         if owner is not None:
             limit = owner.pool or min(largest, owner.limit // 2)
             room = limit - size_of(Path(f"/proc/self/fd/{pool}"))
-        for name in (MANIFEST_NAME, UNSYNCED):
+        for name in (MANIFEST_NAME, SYNCING, UNSYNCED):
             (directory / name).unlink(missing_ok=True)
         files = sorted(
             ((path.lstat(), path) for path in directory.iterdir() if path.name != ARENA_OWNER),

@@ -17,7 +17,7 @@ from typing import Any
 
 from gpustasis._core import ARENA_OWNER, MANIFEST_NAME
 from gpustasis.criu.images import inventory_plugins
-from gpustasis.draining.recycle import RESERVED
+from gpustasis.draining.recycle import RESERVED, SYNCING
 from gpustasis.errors import CheckpointError, ImageError, JobError
 from gpustasis.files import open_regular
 from gpustasis.image.arena import find_marker, require_durable, stored_directory
@@ -181,7 +181,7 @@ def stamp_of(directory: Path) -> str:
         return _stamp(
             directory, [n for n in os.listdir(directory) if not _NOT_COVERED.fullmatch(n)]
         )
-    ours = [name for name in os.listdir(stored) if name not in (ARENA_OWNER, RESERVED)]
+    ours = [name for name in os.listdir(stored) if name not in (ARENA_OWNER, RESERVED, SYNCING)]
     return f"{criu_stamp_of(directory)}-{_stamp(stored, ours)}"
 
 

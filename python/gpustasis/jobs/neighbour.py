@@ -31,6 +31,7 @@ from gpustasis.files import open_new, sync, sync_directory
 from gpustasis.image.arena import find_marker
 from gpustasis.image.directory import PATIENCE_S, is_there, try_exclude
 from gpustasis.image.peer_record import find_peer_record
+from gpustasis.image.store import why_not_whole
 from gpustasis.jobs.dumps import DumpRecord, content_of
 from gpustasis.peers import copying
 from gpustasis.peers.config import Address, Config, load, parse_address
@@ -203,18 +204,9 @@ def bring_back(record: DumpRecord) -> bool:
         return False
     part = images.with_name(f"{images.name}{_PART}")
     try:
-        config, address = load(None), _address(record.peer)
-        copies = copying.list_copies(address, config)
-        keys = [one.key for one in reversed(copies) if one.checkpoint == record.id]
-        if not keys:
-            raise PeerError(f"the neighbour {address} has no copy of checkpoint {record.id}")
-        # It may have the drained one by now: other bytes, the same content. And another node's.
-        keys.sort(key=lambda one: one != record.key)
-        images.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        key = _fetch_right(record, part, address, config, keys)
-        with open_new(part / FETCHED) as file:
-            file.write(f"from {address}, as {key}\n".encode())
-            sync(file)
+        if not _is_fetched(part, record):
+            images.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _fetch(record, part)
         sync_directory(part)
         _put(part, images, lost)
     except (CheckpointError, OSError) as exc:
@@ -223,9 +215,37 @@ def bring_back(record: DumpRecord) -> bool:
         "%s was lost, and is fetched from %s; what another node has sent there, and is lost for "
         "good, stays until `gpustasis peer discard KEY --here` is run on that neighbour",
         images,
-        address,
+        record.peer,
     )
     return True
+
+
+def _is_fetched(part: Path, record: DumpRecord) -> bool:
+    """Whether a keeper has fetched all of it, and was killed before it gave it its name. The copy
+    may be gone at the neighbour meanwhile: this one is not removed to fetch it once more."""
+    try:
+        if not is_there(part / FETCHED) or why_not_whole(part):
+            return False
+        return content_of(part) == (record.bytes, record.digest)
+    except (CheckpointError, OSError) as exc:
+        log.warning("%s is fetched once more: %s", part, exc)
+        return False
+
+
+def _fetch(record: DumpRecord, part: Path) -> None:
+    """Fetch what was committed to `part`, and note there that it is. Raises CheckpointError,
+    OSError."""
+    config, address = load(None), _address(record.peer)
+    copies = copying.list_copies(address, config)
+    keys = [one.key for one in reversed(copies) if one.checkpoint == record.id]
+    if not keys:
+        raise PeerError(f"the neighbour {address} has no copy of checkpoint {record.id}")
+    # It may have the drained one by now: other bytes, the same content. And another node's.
+    keys.sort(key=lambda one: one != record.key)
+    key = _fetch_right(record, part, address, config, keys)
+    with open_new(part / FETCHED) as file:
+        file.write(f"from {address}, as {key}\n".encode())
+        sync(file)
 
 
 def _fetch_right(

@@ -7,6 +7,8 @@ from __future__ import annotations
 import os
 import secrets
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from gpustasis.criu.images import INVENTORY_NAME
@@ -37,6 +39,14 @@ def _files_of(images: Path) -> list[Path]:
     return [path for path in images.iterdir() if is_sent(path) and path.name != PEER_RECORD]
 
 
+@contextmanager
+def _errors(what: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as exc:
+        raise StreamError(f"{what}: {exc.strerror}") from exc
+
+
 def send_finished(images: Path, target: Target) -> Sent:
     """Write all of the checkpoint in `images`; nobody answers. The stream says that its job may run
     on: `restore -i` asks for --source-may-run.
@@ -63,25 +73,29 @@ def send_finished(images: Path, target: Target) -> Sent:
             target.out.write(data, target.timeout_s, signals.check)
             unsynced += len(data)
             if target.out.regular and unsynced > spool.SYNC_EVERY:
-                os.fdatasync(target.out.fd)
+                with _errors(f"cannot write {target.out.place}"):
+                    os.fdatasync(target.out.fd)
                 unsynced = 0
 
         write(encoder.header)
         found = {}
-        for path in sealed.in_order(_files_of(images)):
+        with _errors(f"cannot read {images}"):
+            paths = sealed.in_order(_files_of(images))
+        for path in paths:
             sealed.require_fit(path.name, sealed=False)
-            found[path] = identity_of(send_file(path, encoder, write, sent))
+            with _errors(f"cannot send {path}"):
+                found[path] = identity_of(send_file(path, encoder, write, sent))
         for path, before in found.items():
-            if identity_of(path.lstat()) != before:
+            with _errors(f"cannot look at {path}"):
+                now = identity_of(path.lstat())
+            if now != before:
                 raise StreamError(f"{path} was changed while it was sent")
         write(encoder.end(sent.files, sent.bytes))
         write(encoder.record(Kind.LEFT_RUNNING))
         if target.name_file is not None:
-            try:
+            with _errors(f"cannot write {target.out.place}"):
                 os.fsync(target.out.fd)
                 target.name_file()
-            except OSError as exc:
-                raise StreamError(f"cannot write {target.out.place}: {exc.strerror}") from exc
         target.out.end_writing()
     sent.seconds = time.monotonic() - begin
     return sent
