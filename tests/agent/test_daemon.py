@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,12 @@ def criu_at(place: Path) -> list[int]:
         return []
 
 
+def send(pid: int, number: int) -> None:
+    """To one that may have just ended."""
+    with suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
 def begin(agent: Agent, emulator: Emulator, pid: int, *, stop: bool) -> dict[str, Any]:
     """A checkpoint whose criu is in the middle of it."""
     emulator.add_fault("checkpoint", "delay", delay_ms=6000)
@@ -79,7 +86,7 @@ def test_a_killed_agent_leaves_no_job_frozen_and_the_next_one_says_what_became_o
     agent.stop(signal.SIGKILL)
     if criu_too:
         for pid in criu_at(place):
-            os.kill(pid, signal.SIGKILL)
+            send(pid, signal.SIGKILL)
     agent.start()
     known = agent.wait_for_state(found["id"], "done", "interrupted")
     # A criu that nobody answers any more whether it may end the job gives up, with all written.
@@ -104,31 +111,37 @@ def test_a_killed_agent_leaves_no_job_frozen_and_the_next_one_says_what_became_o
 def test_tasks_that_are_only_locked_run_on_when_all_were_killed(
     agents: Agents, gpu_generations: Generations
 ) -> None:
-    """No record says that they are locked: the driver does."""
+    """No record of the dump says that they are locked: the driver does, and the agent had written
+    down that they ran before."""
     agent, job = agents(), gpu_generations()
     driver = driver_of(agent._environ)
-    for _ in range(TRIES):
-        with agent.client() as client:
-            id = client.checkpoint(pid=job.pid, wait=False)["id"]
-        agent.wait_for(lambda one=id: agent.operation(one)["place"])
-        place = Path(agent.operation(id)["place"])
-        wait_for(lambda place=place: criu_at(place) or not place.is_dir())
-        while (state := driver.get_state(job.pid)) is ProcessState.RUNNING and criu_at(place):
-            pass
-        at_work = criu_at(place)
-        for pid in at_work:
-            os.kill(pid, signal.SIGSTOP)
-        is_seized = read_task(job.pid).tracer != 0  # then the driver would not answer either
-        if state is ProcessState.LOCKED and not is_seized and find_begun(job.pid) is None:
-            break
-        for pid in at_work:
-            os.kill(pid, signal.SIGCONT)
-        agent.wait_for_state(id, "done")
-    else:
-        raise AssertionError("no task is ever seen locked and without a record")
-    agent.stop(signal.SIGKILL)
-    for pid in find_users(place, "criu", "ld-linux-x86-64", WORKER_COMM, GUARDIAN_COMM):
-        os.kill(pid, signal.SIGKILL)
+    stopped: list[int] = []
+    try:
+        for _ in range(TRIES):
+            with agent.client() as client:
+                id = client.checkpoint(pid=job.pid, wait=False)["id"]
+            agent.wait_for(lambda one=id: agent.operation(one)["place"])
+            place = Path(agent.operation(id)["place"])
+            wait_for(lambda place=place: criu_at(place) or not place.is_dir())
+            while (state := driver.get_state(job.pid)) is ProcessState.RUNNING and criu_at(place):
+                pass
+            stopped = criu_at(place)
+            for pid in stopped:
+                send(pid, signal.SIGSTOP)
+            is_seized = read_task(job.pid).tracer != 0  # then the driver would not answer either
+            if state is ProcessState.LOCKED and not is_seized and find_begun(job.pid) is None:
+                break
+            for pid in stopped:
+                send(pid, signal.SIGCONT)
+            agent.wait_for_state(id, "done")
+        else:
+            raise AssertionError("no task is ever seen locked and without a record")
+        agent.stop(signal.SIGKILL)
+        for pid in find_users(place, "criu", "ld-linux-x86-64", WORKER_COMM, GUARDIAN_COMM):
+            send(pid, signal.SIGKILL)
+    finally:
+        for pid in stopped:
+            send(pid, signal.SIGCONT)
     agent.start()
     found = agent.wait_for_state(id, "interrupted")
     assert "runs again" in found["note"], found
@@ -311,8 +324,6 @@ def test_a_pidfile_that_does_not_answer_does_not_stop_the_watchdog_s_beat(
         sock.settimeout(SETTLE_S)
         monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "n"))
         monkeypatch.setenv("WATCHDOG_USEC", "100000")
-        agent._settling.start()
-        agent._settling.join()
 
         async def until_beaten() -> None:
             stop = asyncio.Event()

@@ -17,21 +17,33 @@ from contextlib import suppress
 from pathlib import Path
 
 from gpustasis import process
+from gpustasis._core import ImageReader, MemoryKind, image_name
 from gpustasis.agent import containers
 from gpustasis.agent.config import Config
 from gpustasis.agent.operations import Operation, State
 from gpustasis.agent.subjects import held, tree_pids
-from gpustasis.agent.work import CRIU, needs_recovery, require_whole
+from gpustasis.agent.work import CRIU, driver_state, needs_recovery, require_whole
+from gpustasis.criu.statistics import find_statistics
 from gpustasis.errors import AgentError, CheckpointError, ImageError
+from gpustasis.image.arena import stored_directory
+from gpustasis.image.checkpoint import find_manifest
 from gpustasis.image.store import read_entry
 from gpustasis.recovery import GUARDIAN_COMM, WORKER_COMM, Outcome
-from gpustasis.task import PROC, boot_id, comm_of, find_users, has_driver_thread, read_task
+from gpustasis.task import (
+    PROC,
+    boot_id,
+    comm_of,
+    find_users,
+    has_driver_thread,
+    read_task,
+)
 
 log = logging.getLogger(__name__)
 
 _POLL_S = 0.2
 PATIENCE_S = 600.0
-_RECOVER_S = 120.0
+_RECOVER_S = 600.0  # for all processes of one operation
+_LEAST_S = 120.0  # for one that was begun: if it is killed, memory may be put back in part only
 
 
 def settle(operation: Operation, config: Config, stopped: Callable[[], bool]) -> None:
@@ -57,7 +69,12 @@ def settle(operation: Operation, config: Config, stopped: Callable[[], bool]) ->
             operation.note = f"criu is still at work in {place}"
             return  # the next agent looks again
         time.sleep(_POLL_S)
-    job = _job(operation)
+    job = _job(operation, place, stopped)
+    if job is None:
+        operation.note = (
+            f"it was not looked whether {operation.subject} runs: the agent was stopped"
+        )
+        return  # as above
     why_not = _why_not_done(operation, config, place)
     if why_not:
         operation.state, operation.note = State.INTERRUPTED, f"{why_not}; {job}"
@@ -149,31 +166,96 @@ def _is_alive(pid: int) -> bool:
     return True
 
 
-def _job(operation: Operation) -> str:
-    """What became of the process and all below it, which are brought back if they need that."""
+def _job(operation: Operation, place: Path, stopped: Callable[[], bool]) -> str | None:
+    """What became of the process and all below it, which are brought back if they need that. None:
+    the agent is to stop, and not all were looked at."""
     subject = operation.subject
     if operation.boot != boot_id().hex():
         return f"{subject} has ended: the node was started anew"
+    deadline = time.monotonic() + _RECOVER_S
+    said = []
     try:
+        has_ended = _has_ended(place)
         with held(subject.pid, subject.start_time):
-            said = [text for text in map(_recover, tree_pids(subject.pid)) if text]
-            return "; ".join(said) or f"{subject} runs"
+            for pid in tree_pids(subject.pid):
+                if stopped():
+                    return None
+                said.append(_bring_back(operation, pid, place, has_ended, deadline))
+            return "; ".join(filter(None, said)) or f"{subject} runs"
     except AgentError as exc:
         return str(exc)
     except (CheckpointError, ImageError, OSError) as exc:
         return f"it cannot be told whether {subject} runs: {exc}"
 
 
-def _recover(pid: int) -> str:
-    """What `gpustasis recover` says of one process; "": it runs, uses no GPU, or has ended."""
+def _has_ended(place: Path) -> bool:
+    """Whether the dump has come to its end, with all tasks as it has found them: its statistics
+    are written last."""
     try:
-        # Where all were killed at once a task may be locked, and no record say so.
+        statistics = find_statistics(place, "dump")
+    except CheckpointError as exc:
+        log.warning("%s: %s", place, exc)
+        return False
+    return statistics is not None and statistics.succeeded and not read_entry(place).incomplete
+
+
+def _bring_back(
+    operation: Operation, pid: int, place: Path, has_ended: bool, deadline: float
+) -> str:
+    """What is to be said of one process, which is brought back if the dump into `place` has left it
+    locked or checkpointed; "": it runs, uses no GPU, or has ended."""
+    try:
         if not (needs_recovery(pid) or has_driver_thread(pid)):
             return ""
-        argv = [sys.executable, "-m", "gpustasis", "recover", str(pid)]
-        ended = process.run(argv, timeout_s=_RECOVER_S, shielded=True)
+        is_recorded = needs_recovery(pid)
+        state = _state(pid, may_fail=is_recorded and not has_ended)
+        if state == "running" and (has_ended or not is_recorded):
+            return ""
+        # Another program may have locked it, before the dump or since: a dump leaves that so.
+        is_stored = not is_recorded and not has_ended and _is_stored(pid, place)
+        ran = (pid, read_task(pid).start_time) in operation.running
+        if has_ended or not (is_recorded or is_stored or ran):
+            return (
+                f"process {pid} is {state}, and nothing says that this dump has left it so: it "
+                f"stays so; if no other program holds it, run `gpustasis recover {pid}`"
+            )
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            return (
+                f"process {pid} may be locked: the {_RECOVER_S:g} s for this operation are over; "
+                f"run `gpustasis recover {pid}`"
+            )
+        named = ["-D", str(place)] if is_stored else []
+        argv = [sys.executable, "-m", "gpustasis", "recover", str(pid), *named]
+        ended = process.run(argv, timeout_s=max(left_s, _LEAST_S), shielded=True)
     except (CheckpointError, OSError) as exc:
         return f"it cannot be told whether process {pid} runs: {exc}" if _is_alive(pid) else ""
     if Outcome.RUNS.value in ended.output or not _is_alive(pid):
         return ""
     return ended.output.strip()[-500:] or f"recover of {pid} ended with {ended.ending}"
+
+
+def _state(pid: int, *, may_fail: bool) -> str:
+    """What the driver says. Raises CheckpointError if it does not tell, or a dump is under way.
+    may_fail: "unknown" then: who recovers the process asks again."""
+    try:
+        return driver_state(pid)
+    except CheckpointError:
+        if not may_fail:
+            raise
+        return "unknown"
+
+
+def _is_stored(pid: int, place: Path) -> bool:
+    """Whether the dump into `place` says of this very process in which state it has found it."""
+    try:
+        task = read_task(pid)
+        stored = stored_directory(place)
+        manifest = find_manifest(stored)
+        for entry in () if manifest is None else manifest.tasks:
+            if entry.pid == task.inner_pid and entry.kind == MemoryKind.GPU and entry.externalized:
+                info = ImageReader.open(stored / image_name(task.inner_pid)).info
+                return (info.boot_id, info.start_time) == (boot_id(), task.start_time)
+    except (CheckpointError, OSError, ValueError, NotImplementedError) as exc:
+        log.warning("whether process %d is in %s cannot be told: %s", pid, place, exc)
+    return False

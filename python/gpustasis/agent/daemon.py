@@ -33,6 +33,7 @@ from gpustasis.agent.space import free_disk, require_own_way
 from gpustasis.agent.threads import in_thread
 from gpustasis.errors import AgentError, UnsupportedError
 from gpustasis.files import make_directories
+from gpustasis.image.arena import Tier
 from gpustasis.jobs import server as jobs
 from gpustasis.text import mib
 
@@ -100,7 +101,10 @@ class _Agent:
         self._http = Http(config, self._metrics, self._queue.counts, self._drains.count)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopped = threading.Event()
-        self._settling = threading.Thread(target=self._settle, args=(unfinished,), daemon=True)
+        # Each by itself: one whose criu or driver does not answer holds up no other.
+        self._settling = [
+            threading.Thread(target=self._settle, args=(one,), daemon=True) for one in unfinished
+        ]
 
     async def run(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -121,8 +125,9 @@ class _Agent:
                 held.callback(ranks.close)
             if not self._metrics.is_there:
                 log.warning("no metrics: prometheus_client is not installed")
-            self._drains.start(self._queue.not_over().__contains__)
-            self._settling.start()
+            self._drains.start(self._queue.not_over().__contains__, self._local())
+            for thread in self._settling:
+                thread.start()
             log.info("ready at %s", self._config.socket)
             notify("READY=1")
             await self._until(stop)
@@ -162,8 +167,7 @@ class _Agent:
     def _look(self) -> None:
         """What is to be done by the clock."""
         try:
-            if not self._settling.is_alive():
-                self._periodic.submit_due(time.time())
+            self._periodic.submit_due(time.time())
             self._http.wrong = _why_not_writable(self._config)
         except Exception as exc:
             log.exception("what is to be done by the clock")
@@ -178,25 +182,43 @@ class _Agent:
                 unfinished.append(operation)
         return unfinished
 
-    def _settle(self, unfinished: list[Operation]) -> None:
-        for operation in unfinished:
+    def _local(self) -> list[Path]:
+        """Where those are that were in memory when the last agent wrote them down."""
+        return [
+            Path(one.place)
+            for one in self._queue.known()
+            if one.figures is not None and one.figures.tier == Tier.LOCAL
+        ]
+
+    def _settle(self, operation: Operation) -> None:
+        try:
             settle(operation, self._config, self._stopped.is_set)
             if operation.state.is_over:
                 with contextlib.suppress(AgentError):
                     self._journal.write(operation)
                 self._ended(operation)
-            log.warning("an operation of an agent before", extra={"operation": operation.as_json()})
+            elif not self._stopped.is_set():
+                self._add_to_drains(operation)
+        except Exception:
+            log.exception("what became of operation %s", operation.id)
+            self._add_to_drains(operation)
+        finally:
+            self._queue.settled(operation)
+        log.warning("an operation of an agent before", extra={"operation": operation.as_json()})
 
     def _ended(self, operation: Operation) -> None:
         """In any thread."""
         self._metrics.note(operation)
         self._periodic.note(operation)
-        if operation.place and not operation.subject.engine:
-            self._drains.add(Path(operation.place))
+        self._add_to_drains(operation)
         if self._loop is not None:
             call: Callable[[Operation], None] = self._server.tell
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 self._loop.call_soon_threadsafe(call, operation)
+
+    def _add_to_drains(self, operation: Operation) -> None:
+        if operation.place and not operation.subject.engine:
+            self._drains.add(Path(operation.place))
 
 
 def _why_not_writable(config: Config) -> str:

@@ -11,17 +11,18 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
 from gpustasis._core import ARENA_MARKER
 from gpustasis.agent.config import Config
+from gpustasis.agent.in_memory import is_broken_off, is_lost
 from gpustasis.agent.work import REQUESTED, TARGETS
 from gpustasis.draining.drain import drain
 from gpustasis.draining.priority import lower
 from gpustasis.errors import CheckpointError, ImageError
-from gpustasis.image.arena import Tier
+from gpustasis.image.arena import Tier, find_marker
 from gpustasis.image.directory import is_there
 from gpustasis.image.store import read_entry
 
@@ -36,41 +37,49 @@ class _StoppedError(Exception):
 
 
 class Drains:
-    """Until close() is called. on_durable: told of each that was drained."""
+    """Until close() is called. on_durable: told of each that is on the disk by now, whoever has
+    drained it."""
 
     def __init__(self, config: Config, on_durable: Callable[[Path], None]) -> None:
         self._config = config
         self._on_durable = on_durable
         self._changed = threading.Condition()
         self._todo: dict[Path, str] = {}  # and why it could not be drained the last time
+        self._not_over: set[Path] = set()
         self._closing = self._stopped = False
         self._again_s = _AGAIN_S
         self._thread = threading.Thread(target=self._work, daemon=True, name="drains")
 
-    def start(self, not_over: Callable[[Path], bool]) -> None:
+    def start(self, not_over: Callable[[Path], bool], local: Iterable[Path] = ()) -> None:
         """Begin, with what agents before this one have left. not_over: whether the dump there has
-        not ended yet: add() is called when it has."""
+        not ended yet: add() is called when it has. local: what is known to have been in memory."""
         store = self._config.store
         left = [*store.glob(f"{TARGETS}/*/*/{ARENA_MARKER}")]
         left += store.glob(f"{REQUESTED}/*/*/*/{ARENA_MARKER}")
         for marker in sorted(left, key=lambda one: one.parent.name):  # by time
-            if not not_over(marker.parent):
+            if not_over(marker.parent):
+                self._not_over.add(marker.parent)
+            else:
                 self._todo[marker.parent] = ""
+        for place in local:
+            self._todo.setdefault(place, "")  # others may have drained it
         self._thread.start()
 
     def add(self, place: Path) -> None:
         """The checkpoint there was made, if it was."""
+        is_marked = True
         with suppress(CheckpointError):  # what cannot be told now is looked at again
-            if not is_there(place / ARENA_MARKER):
-                return
+            is_marked = is_there(place / ARENA_MARKER)
         with self._changed:
-            self._todo.setdefault(place, "")
-            self._changed.notify_all()
+            self._not_over.discard(place)
+            if is_marked:
+                self._todo.setdefault(place, "")
+                self._changed.notify_all()
 
     def count(self) -> int:
         """How many are in memory alone."""
         with self._changed:
-            return len(self._todo)
+            return len(self._todo) + len(self._not_over)
 
     def close(self, timeout_s: float) -> bool:
         """Drain what is left, each once more; stop in the middle of one after `timeout_s` seconds.
@@ -82,7 +91,8 @@ class Drains:
             self._thread.join(timeout_s)
             self._stopped = True
             self._thread.join()
-        return not self._todo
+        with self._changed:
+            return not self._todo and not self._not_over
 
     def _work(self) -> None:
         lower()
@@ -111,23 +121,29 @@ class Drains:
                 )
 
     def _drain(self, place: Path) -> str:
-        """Why it was not drained; "": it was, or is of no use."""
+        """Why it was not drained; "": it was, or there is nothing in memory."""
         begin = time.monotonic()
         try:
             if not is_there(place / ARENA_MARKER):
-                return ""  # by somebody else, or it was pruned
+                entry = read_entry(place)
+                if entry.unread:
+                    raise ImageError(entry.unread)
+                if not entry.incomplete:  # else it was pruned, or given up
+                    self._on_durable(place)
+                return ""
             entry = read_entry(place)
-            if entry.unread:
-                raise ImageError(entry.unread)
-            if entry.incomplete:
-                log.warning("%s is not drained: %s", place, entry.incomplete)
+            if why_not := entry.unread or entry.incomplete:
+                if not _is_lost(place) and not is_broken_off(entry):
+                    raise ImageError(why_not)
+                log.warning("%s is not drained: %s", place, why_not)
                 return ""
             drain(place, rate=self._config.drain_rate, on_progress=self._tell)
             log.info("%s is %s after %.1f s", place, Tier.DURABLE.value, time.monotonic() - begin)
             self._on_durable(place)
         except (CheckpointError, OSError) as exc:
-            if not place.is_dir():
-                return ""
+            with suppress(CheckpointError):
+                if not is_there(place):
+                    return ""
             log.warning("%s is not drained yet: %s", place, exc)
             return str(exc)
         except _StoppedError:
@@ -140,3 +156,10 @@ class Drains:
     def _tell(self, _done: int, _total: int) -> None:
         if self._stopped:
             raise _StoppedError
+
+
+def _is_lost(place: Path) -> bool:
+    """Whether what the marker there names is. An empty one is of a node that has lost its power: a
+    dump puts it there with all that it says. Raises CheckpointError."""
+    marker = find_marker(place)
+    return is_there(place / ARENA_MARKER) if marker is None else is_lost(marker)

@@ -72,7 +72,8 @@ class Operation:
     stop: the job ends with it. origin: "request" or "interval". place: the checkpoint, a directory
     or an archive. note: what became of the job after a failure. Times: seconds since 1970; 0: not
     yet. boot: what the node was started as when it was asked for: pids are of that time. to_resume:
-    the id of the container that its engine pauses for it, and that nobody had paused before."""
+    the id of the container that its engine pauses for it, and that nobody had paused before.
+    running: pid and start time of the CUDA processes that ran when its dump began."""
 
     subject: Subject
     uid: int
@@ -91,18 +92,20 @@ class Operation:
     cancel: bool = False
     boot: str = field(default_factory=lambda: boot_id().hex())
     to_resume: str = ""
+    running: list[tuple[int, int]] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
         """For clients."""
         found = asdict(self)
         found["error"], found["note"] = _cut(self.error), _cut(self.note)
-        for private in ("boot", "to_resume"):
+        for private in ("boot", "to_resume", "running"):
             del found[private]
         return found
 
     def as_record(self) -> dict[str, Any]:
         """For the disk."""
-        return self.as_json() | {"boot": self.boot, "to_resume": self.to_resume}
+        private = {"boot": self.boot, "to_resume": self.to_resume, "running": self.running}
+        return self.as_json() | private
 
 
 def _cut(text: str) -> str:
@@ -139,6 +142,7 @@ def from_json(raw: Mapping[str, Any]) -> Operation:
         note=str(raw["note"]),
         boot=str(raw.get("boot", "")),
         to_resume=str(raw.get("to_resume", "")),
+        running=[(int(pid), int(start)) for pid, start in raw.get("running", [])],
         figures=None if figures is None else Figures(**figures),
     )
 

@@ -55,6 +55,7 @@ class Queue:
         self._changed = threading.Condition(self._lock)
         self._waiting: list[_Job] = []
         self._at_work: dict[str, _Job] = {}
+        self._unsettled: dict[str, str] = {}
         self._closing = False
         self.operations: dict[str, Operation] = {}
 
@@ -109,9 +110,12 @@ class Queue:
         return "is cancelled: it had not begun"
 
     def pending(self, key: str) -> bool:
-        """Whether a checkpoint of that subject waits or is at work."""
+        """Whether a checkpoint of that subject waits or is at work, or one of an agent before this
+        one is not settled."""
         with self._lock:
             jobs = [*self._waiting, *self._at_work.values()]
+            if key in self._unsettled.values():
+                return True
             return any(job.work.operation.subject.key == key for job in jobs)
 
     def counts(self) -> tuple[int, int]:
@@ -125,9 +129,16 @@ class Queue:
             return list(self.operations.values())
 
     def add_known(self, operation: Operation) -> None:
-        """One that an agent before this one has done or begun."""
+        """One that an agent before this one has done, or begun: then settled() is called."""
         with self._lock:
             self.operations[operation.id] = operation
+            if not operation.state.is_over:
+                self._unsettled[operation.id] = operation.subject.key
+
+    def settled(self, operation: Operation) -> None:
+        """It is known what became of it, or nobody looks any more."""
+        with self._lock:
+            self._unsettled.pop(operation.id, None)
 
     def note_durable(self, place: Path) -> None:
         """The checkpoint there is on the disk now."""

@@ -18,20 +18,22 @@ from pathlib import Path
 import gpustasis
 from gpustasis.agent import containers
 from gpustasis.agent.config import Config, Target
+from gpustasis.agent.in_memory import is_broken_off, why_not_given_up
 from gpustasis.agent.operations import Figures, Operation
 from gpustasis.agent.space import disk_used
 from gpustasis.agent.subjects import Held, require_all_of, require_not_ours, tree_pids
 from gpustasis.criu.images import dump_figures
 from gpustasis.criu.run import Run
-from gpustasis.dump_records import find_begun, find_dropped
+from gpustasis.dump_records import alone_with, find_begun, find_dropped
 from gpustasis.errors import AgentError, CheckpointError
 from gpustasis.files import open_own_directory
 from gpustasis.image.arena import tier_of
 from gpustasis.image.directory import try_exclude
 from gpustasis.image.store import read_entry, read_store
+from gpustasis.jobs.cuda import load_driver, state_of
 from gpustasis.recovery import GUARDIAN_COMM, WORKER_COMM
 from gpustasis.streaming.dumping import TICK_S, Dumping
-from gpustasis.task import find_users
+from gpustasis.task import find_users, has_driver_thread, misleading_thread, read_task
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +42,7 @@ _LOGS = "*.log"  # CRIU's
 _STATISTICS = "stats-dump"  # CRIU's
 _END_S = 60.0  # for criu to end a job that it was told to end
 _REFILL_S = 30.0  # for the plugin to put memory back
+_MOST_RUNNING = 1024  # of the processes of a tree, so that the record can be read again
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 REQUESTED, TARGETS = "users", "targets"  # directories of the store
 
@@ -122,6 +125,7 @@ class Work:
         images.mkdir(0o700)
         chain = 0 if self.target is None else self.target.max_chain
         in_memory = is_in_memory(self.operation, self.config)
+        self._note_running(process.pid)
 
         def dump(place: Path, words: Sequence[str]) -> Run:
             made = gpustasis.checkpoint(
@@ -154,6 +158,17 @@ class Work:
                 raise AgentError(f"while it was dumped: {exc}; it was removed{left}") from exc
         verified = self._verify(images)
         return _figures(done, images, time.monotonic() - begin, parent is not None, verified)
+
+    def _note_running(self, pid: int) -> None:
+        """Write down who runs, for the agent that comes after one that was killed together with its
+        criu: what is locked then, this dump has locked. Who cannot be asked is left out."""
+        found = []
+        for one in tree_pids(pid):
+            with suppress(CheckpointError):
+                if has_driver_thread(one) and driver_state(one) == "running":
+                    found.append((one, read_task(one).start_time))
+        self.operation.running = found[:_MOST_RUNNING]
+        self.write_down(self.operation)
 
     def _ending(
         self, process: Held, images: Path, dump: Callable[[Path, Sequence[str]], Run]
@@ -208,12 +223,15 @@ class Work:
         """After a failure: remove what it has written, but for CRIU's log, if nobody needs it: it
         would count as the user's, and fill the disk. What failed before goes with its log."""
         images, process = Path(self.operation.place), self.process
-        if process is None or not images.is_dir() or not read_entry(images).incomplete:
+        if process is None or not images.is_dir():
             return
         alive = process.is_alive()
         if self.operation.stop and not alive:
             return  # what is right in it may be of use
         try:
+            entry = read_entry(images)
+            if entry.unread or not entry.incomplete:
+                return
             if not alive or not any(map(needs_recovery, tree_pids(process.pid))):
                 remove_failed(images, keep_log=True)
             self._remove_others(images.parent, _is_stripped)
@@ -233,12 +251,12 @@ class Work:
     def _remove_others(
         self, directory: Path, which: Callable[[Path], bool] = lambda _: True
     ) -> None:
-        """What failed. which: whether that one."""
+        """What was broken off. which: whether that one."""
         for entry in read_store(directory).values():
             if not entry.incomplete or entry.directory in self.not_over():
                 continue
             # Of one that has ended since it was looked at, what counts is how it is now.
-            if read_entry(entry.directory).incomplete and which(entry.directory):
+            if which(entry.directory) and is_broken_off(read_entry(entry.directory)):
                 remove_failed(entry.directory)
 
 
@@ -266,6 +284,15 @@ def _is_stripped(directory: Path) -> bool:
     return set(directory.iterdir()) == set(directory.glob(_LOGS))
 
 
+def driver_state(pid: int) -> str:
+    """What the driver says of a process. Raises CheckpointError if it does not tell, or a dump of
+    it is under way."""
+    if misled := misleading_thread(pid):
+        raise CheckpointError(f"{misled}; the driver is not asked about it")
+    with alone_with(pid):
+        return state_of(load_driver(), pid).name.lower()
+
+
 def require_whole(images: Path, *, keep: bool) -> None:
     """Read all of a checkpoint, and raise AgentError if it is damaged. It is removed then: it must
     not count as one of the last that are kept. keep: the only one of a job that has ended stays:
@@ -277,11 +304,17 @@ def require_whole(images: Path, *, keep: bool) -> None:
 
 
 def remove_failed(directory: Path, *, keep_log: bool = False) -> bool:
-    """Remove what a failed dump has left, unless it is in use: memory may still be put back from
-    it. Whether it is gone."""
+    """Remove what a failed dump has left, in memory too, unless it is in use: memory may still be
+    put back from it. Whether it is gone."""
     deadline = time.monotonic() + _REFILL_S
     while find_users(directory, *CRIU, WORKER_COMM, GUARDIAN_COMM):
         if time.monotonic() > deadline:
+            return False
+        time.sleep(TICK_S)
+    # First: without the directory nobody would know any more whose the memory is.
+    while why_not := why_not_given_up(directory):
+        if time.monotonic() > deadline:
+            log.warning("%s stays: %s", directory, why_not)
             return False
         time.sleep(TICK_S)
     lock = try_exclude(directory)

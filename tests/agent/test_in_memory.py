@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the agent's dumps have in memory: given back before their directories are removed, and never
+taken for broken off, or for drained, where that cannot be told."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from gpustasis._core import ARENA_MARKER, MANIFEST_NAME
+from gpustasis.agent.config import Config
+from gpustasis.agent.drains import Drains
+from gpustasis.agent.operations import Operation
+from gpustasis.agent.subjects import Subject
+from gpustasis.agent.work import Work, remove_failed, require_whole
+from gpustasis.draining.drain import drain
+from gpustasis.errors import AgentError, ImageError
+from gpustasis.image.arena import Tier, tier_of
+from support import local_checkpoints
+from support.arena_by_hand import BOOT, Local, dropped, locked, make_drainable, make_local, names
+from support.inventory import write_inventory
+
+NAME = "20260101T000000.0-0123456789abcdef"
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """Of a target of the agent's."""
+    found = tmp_path / "store/targets/train"
+    found.mkdir(parents=True)
+    return found
+
+
+@pytest.fixture
+def made(arena: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The arena; nobody is waited for long."""
+    arena.mkdir(mode=0o700, parents=True)
+    monkeypatch.setattr("gpustasis.agent.work._REFILL_S", 0.2)
+    return arena
+
+
+def tidy(directory: Path) -> None:
+    """As after a success."""
+    Work(Operation(subject=Subject(pid=1), uid=0), Config(), None)._tidy(directory)
+
+
+def test_what_is_removed_has_no_memory_any_more(made: Path, directory: Path) -> None:
+    """Without its directory nobody would know whose it is."""
+    local = make_local(made, directory / NAME, 1)
+    assert remove_failed(local.images)
+    assert names(made) == [] and not local.images.exists()
+
+
+def test_only_a_log_stays_of_one_that_had_memory(made: Path, directory: Path) -> None:
+    local = make_local(made, directory / NAME, 1)
+    local.break_off()
+    (local.images / "dump.log").touch()
+    remove_failed(local.images, keep_log=True)
+    assert names(made) == [] and [one.name for one in local.images.iterdir()] == ["dump.log"]
+
+
+def test_a_damaged_one_in_memory_is_removed_with_it(made: Path, directory: Path) -> None:
+    images = directory / NAME
+    image = local_checkpoints.make_local(images, made) / "gpustasis-7.img"
+    with image.open("r+b") as file:
+        file.seek(image.stat().st_size // 2)
+        file.write(bytes([os.pread(file.fileno(), 1, file.tell())[0] ^ 1]))
+    with pytest.raises((AgentError, ImageError), match="it was removed"):
+        require_whole(images, keep=False)
+    assert names(made) == [] and not images.exists()
+
+
+def test_what_somebody_is_at_work_on_stays_as_it_is(made: Path, directory: Path) -> None:
+    local = make_local(made, directory / NAME, 1)
+    before = sorted(os.listdir(local.images))
+    for place, how in [(local.images / ARENA_MARKER, fcntl.LOCK_EX), (local.stored, fcntl.LOCK_SH)]:
+        with locked(place, how):
+            assert not remove_failed(local.images)
+    with dropped(os.getpid(), local, local.stored):  # its memory may be put back from there
+        assert not remove_failed(local.images, keep_log=True)
+    assert sorted(os.listdir(local.images)) == before and tier_of(local.images) is Tier.LOCAL
+    assert remove_failed(local.images)
+    assert names(made) == []
+
+
+def test_a_dump_that_was_killed_before_its_marker_leaves_no_memory(
+    made: Path, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tmp_path / "config.toml"
+    config.write_text(f'arena = "{made}"\n')
+    monkeypatch.setenv("GPUSTASIS_CONFIG", str(config))
+    local = make_local(made, directory / NAME, 1)
+    local.break_off()
+    (local.images / ARENA_MARKER).unlink()
+    (local.stored / MANIFEST_NAME).unlink()
+    tidy(directory)
+    assert names(made) == [] and not local.images.exists()
+
+
+def test_one_that_was_broken_off_goes_with_its_memory(made: Path, directory: Path) -> None:
+    local = make_local(made, directory / NAME, 1)
+    local.break_off()
+    with locked(local.images / ARENA_MARKER, fcntl.LOCK_EX):  # its dump is at work
+        tidy(directory)
+        assert local.images.exists() and names(made) == [local.stored.name]
+    tidy(directory)
+    assert names(made) == [] and not local.images.exists()
+
+
+def hide(local: Local) -> None:
+    local.stored.parent.rename(local.stored.parent.with_name("elsewhere"))
+
+
+def open_to_all(local: Local) -> None:
+    local.stored.chmod(0o755)
+
+
+def make_newer(local: Local) -> None:
+    marker = local.images / ARENA_MARKER
+    marker.write_text(marker.read_text().replace("gpustasis-arena 1", "gpustasis-arena 999"))
+
+
+def lose_image(local: Local) -> None:
+    (local.stored / "gpustasis-7.img").unlink()
+
+
+@pytest.mark.parametrize("act", [hide, open_to_all, make_newer, lose_image])
+def test_what_cannot_be_read_is_not_removed_as_broken_off(
+    made: Path, directory: Path, act: Callable[[Local], None]
+) -> None:
+    local = make_local(made, directory / NAME, 1)
+    act(local)
+    before = sorted(os.listdir(local.images))
+    tidy(directory)
+    assert sorted(os.listdir(local.images)) == before
+    assert any(local.stored.parent.parent.glob(f"*/{local.stored.name}"))
+
+
+def test_a_manifest_of_a_later_version_is_one(made: Path, directory: Path) -> None:
+    place = directory / NAME
+    place.mkdir()
+    (place / MANIFEST_NAME).write_bytes(b"of a later version")
+    write_inventory(place, "gpustasis")
+    tidy(directory)
+    assert (place / MANIFEST_NAME).exists()
+
+
+def test_a_disk_that_does_not_answer_loses_nothing(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = directory / NAME
+    place.mkdir()
+
+    def fail(_: Path) -> Path:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("gpustasis.image.store.stored_directory", fail)
+        tidy(directory)
+    assert place.exists()
+    tidy(directory)
+    assert not place.exists()
+
+
+def of_another_boot(local: Local) -> None:
+    marker = local.images / ARENA_MARKER
+    marker.write_text(marker.read_text().replace(BOOT, "0" * len(BOOT)))
+
+
+def test_what_was_lost_with_another_boot_is_removed(made: Path, directory: Path) -> None:
+    local = make_local(made, directory / NAME, 1)
+    of_another_boot(local)
+    tidy(directory)
+    assert not local.images.exists()
+
+
+def drains_of(directory: Path, told: list[Path]) -> Drains:
+    return Drains(Config(store=directory.parent.parent), told.append)
+
+
+@pytest.mark.parametrize("act", [hide, open_to_all, make_newer, lose_image])
+def test_what_cannot_be_drained_now_stays_to_be_drained(
+    made: Path, directory: Path, act: Callable[[Local], None]
+) -> None:
+    """The last look before a reboot must not say that all is on the disk."""
+    act(make_local(made, directory / NAME, 1))
+    told: list[Path] = []
+    drains = drains_of(directory, told)
+    drains.start(lambda _: False)
+    assert not drains.close(30.0)
+    assert drains.count() == 1 and told == []
+
+
+def forget(local: Local) -> None:
+    local.stored.rename(local.stored.parent.with_name(local.stored.name))
+
+
+def empty_marker(local: Local) -> None:
+    os.truncate(local.images / ARENA_MARKER, 0)
+
+
+@pytest.mark.parametrize("act", [of_another_boot, forget, empty_marker, Local.break_off])
+def test_what_is_lost_for_certain_holds_up_nothing(
+    made: Path, directory: Path, act: Callable[[Local], None]
+) -> None:
+    act(make_local(made, directory / NAME, 1))
+    told: list[Path] = []
+    drains = drains_of(directory, told)
+    drains.start(lambda _: False)
+    assert drains.close(30.0)
+    assert told == [] and drains.count() == 0
+
+
+def test_what_is_not_settled_counts_until_it_is_drained(made: Path, directory: Path) -> None:
+    """Its dump has not ended when the agent starts."""
+    images, told = directory / NAME, list[Path]()
+    make_drainable(made, images)
+    drains = drains_of(directory, told)
+    drains.start(lambda _: True)
+    assert drains.count() == 1
+    drains.add(images)
+    assert drains.close(60.0)
+    assert tier_of(images) is Tier.DURABLE and told == [images]
+    make_drainable(made, directory / "another")
+    drains = drains_of(directory, told)
+    drains.start(lambda _: True)
+    assert not drains.close(30.0)
+
+
+def test_what_others_have_drained_is_told(made: Path, directory: Path) -> None:
+    """Before the agent was started, and after."""
+    images, told = directory / NAME, list[Path]()
+    make_drainable(made, images)
+    drain(images)
+    drains = drains_of(directory, told)
+    drains.start(lambda _: False, [images, directory / "pruned"])
+    assert drains.close(30.0)
+    assert told == [images]
