@@ -70,7 +70,8 @@ void decode_chunk(Encoding encoding, Bytes stored, MutBytes plain) {
     case Encoding::raw:
         if (stored.size() != plain.size())
             throw Error(Errc::corrupt_data, "raw chunk has the wrong size");
-        copy_bytes(stored, plain.data());
+        if (!stored.empty()) // not copy_bytes(): buffers of Python may overlap
+            std::memmove(plain.data(), stored.data(), stored.size());
         return;
     case Encoding::lz4: {
         const int decoded =

@@ -122,9 +122,9 @@ void KeptRoom::take(std::uint64_t bytes) {
     left_ -= bytes;
 }
 
-DirectWork::Held& DirectWork::held(const TaskRecord& record) {
+DirectWork::Held& DirectWork::held(pid_t pid) {
     const std::lock_guard lock(mutex_);
-    std::unique_ptr<Held>& mine = held_[record.pid];
+    std::unique_ptr<Held>& mine = held_[pid];
     if (!mine)
         mine = std::make_unique<Held>();
     return *mine;
@@ -137,13 +137,32 @@ CustomStorage& DirectWork::storage(DriverLibrary& driver) {
     return *storage_;
 }
 
-void DirectWork::prepare(DriverLibrary& driver, const std::vector<Id>& gpus, std::size_t used) {
+void DirectWork::prepare(DriverLibrary& driver, pid_t pid, const std::vector<Id>& gpus,
+                         std::size_t used) {
     driver.initialize();
     storage(driver).prepare(gpus, used);
+    Held& mine = held(pid);
+    const std::lock_guard one_at_a_time(mine.mutex);
+    mine.gpus = gpus;
+    mine.used = used;
+}
+
+// Those whose memory has to be copied. The task ran until it was locked, and may have begun to use another one since
+// prepare(): NVML is asked for that only if a lane may be lacking, as the task waits meanwhile.
+std::vector<Id> DirectWork::gpus_to_copy(DriverLibrary& driver, pid_t pid, const Held& mine) {
+    if (mine.gpus.empty())
+        throw Error(Errc::io, "this worker has not prepared its GPUs");
+    if (storage(driver).have_lanes(mine.gpus))
+        return {mine.gpus.begin(), mine.gpus.begin() + static_cast<std::ptrdiff_t>(mine.used)};
+    std::vector<Id> found;
+    for (const ProcessGpus::Gpu& gpu : driver.gpus_of(pid).gpus)
+        if (gpu.memory_size != 0)
+            found.push_back(gpu.uuid);
+    return found.empty() ? mine.gpus : found; // it is not known, so it may be any
 }
 
 void DirectWork::checkpoint(DriverLibrary& driver, TaskRecord& record) {
-    Held& mine = held(record);
+    Held& mine = held(record.pid);
     const std::lock_guard one_at_a_time(mine.mutex);
     try {
         store(driver, record, mine);
@@ -170,12 +189,8 @@ void DirectWork::store(DriverLibrary& driver, TaskRecord& record, Held& mine) {
     const WriteResult written = store_->write(record, facts, images_, [&] {
         proc::require_pipes_in_thread_names(record.pid);
         const auto begin = Clock::now();
-        // It ran until it was locked, and may have begun to use another GPU since prepare().
-        if (!custom.has_all_lanes())
-            for (const ProcessGpus::Gpu& gpu : driver.gpus_of(record.pid).gpus)
-                if (gpu.memory_size != 0)
-                    custom.prepare({gpu.uuid}, 1);
         auto operation = std::make_unique<CustomStorage::Operation>();
+        custom.reserve(gpus_to_copy(driver, record.pid, mine), *operation);
         custom.checkpoint(record.pid, *operation, direct.held);
         mine.checkpoint = std::move(operation);
         direct.driver_ns = ns_since(begin);
@@ -230,7 +245,7 @@ void DirectWork::keep(Held& mine, const TaskRecord& record) {
 
 void DirectWork::restore(DriverLibrary& driver, const TaskRecord& record,
                          const std::vector<GpuMove>& moves) {
-    Held& mine = held(record);
+    Held& mine = held(record.pid);
     const std::lock_guard one_at_a_time(mine.mutex);
     if (mine.checkpoint)
         keep(mine, record);

@@ -68,8 +68,8 @@ public:
     DirectWork(const Config& config, const UndoImages& images, DirectStore* store)
         : config_(config), images_(images), store_(store) {}
 
-    /// initialize(), and CustomStorage::prepare(). Throws as these.
-    void prepare(DriverLibrary& driver, const std::vector<Id>& gpus, std::size_t used);
+    /// initialize(), and CustomStorage::prepare() with the GPUs that task `pid` can see. Throws as these.
+    void prepare(DriverLibrary& driver, pid_t pid, const std::vector<Id>& gpus, std::size_t used);
 
     /// The task is LOCKED, and CHECKPOINTED on return; its image is durable, and what became of it is in the record.
     /// Throws Error: the image was not made. Unless the driver refused, the memory is kept here then, or on the GPUs:
@@ -84,14 +84,18 @@ public:
 private:
     struct Held {
         std::mutex mutex; ///< a call that was given up may still run
+        // As prepare() was told; of `gpus` the first `used` hold memory.
+        std::vector<Id> gpus;
+        std::size_t used = 0;
         // Each nullptr if there is none.
         std::unique_ptr<CustomStorage::Operation>
             checkpoint; ///< in flight: its memory is on the GPUs alone
         std::unique_ptr<CustomStorage::Operation> restore; ///< in flight: it lacks memory
         std::unique_ptr<ImageReader> kept;                 ///< in this process's memory
     };
-    Held& held(const TaskRecord& record);
+    Held& held(pid_t pid);
     CustomStorage& storage(DriverLibrary& driver);
+    std::vector<Id> gpus_to_copy(DriverLibrary& driver, pid_t pid, const Held& mine);
     void store(DriverLibrary& driver, TaskRecord& record, Held& mine);
     void keep(Held& mine, const TaskRecord& record);
     void fill(DriverLibrary& driver, const TaskRecord& record, Held& mine, const ImageReader& image,

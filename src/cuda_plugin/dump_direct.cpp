@@ -44,6 +44,8 @@ void DumpSession::prepare_direct(TaskRecord& record, TaskStatistics& statistics)
         gpus.insert(is_used ? gpus.begin() : gpus.end(), gpu.uuid);
         used += is_used ? 1 : 0;
     }
+    if (used == 0) // a process of CUDA that NVML lists nowhere may hold memory anywhere
+        used = gpus.size();
     const std::uint32_t api = images_.manifest().driver_api_version;
     if (!config_.externalize)
         why_not = "externalize is off";
@@ -54,7 +56,7 @@ void DumpSession::prepare_direct(TaskRecord& record, TaskStatistics& statistics)
         why_not = "which GPUs the process uses is not known: " + statistics.gpus.why_not_all;
     if (why_not.empty()) {
         try {
-            worker_.prepare_direct(gpus, used);
+            worker_.prepare_direct(record, gpus, used);
             record.direct.wanted = true;
             record.direct.most = most_of_image(statistics.gpus, images_.manifest().gpus);
             return;

@@ -173,7 +173,7 @@ std::optional<Worker::Call> RestoreSession::begin_restore(AtWork& task) {
     }
     statistics.phases.time("driver_init", [&] {
         if (record.direct.begun)
-            worker_.prepare_direct(gpus_for(image->second.info(), task.moves),
+            worker_.prepare_direct(record, gpus_for(image->second.info(), task.moves),
                                    gpus_of(image->second.info(), task.moves).size());
         else
             worker_.initialize();

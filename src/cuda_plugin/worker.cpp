@@ -235,9 +235,11 @@ void Worker::initialize() {
     call(Op::initialize, "cuInit", 0, config_.driver_timeout_ms);
 }
 
-void Worker::prepare_direct(const std::vector<Id>& gpus, std::size_t used) {
+void Worker::prepare_direct(const TaskRecord& record, const std::vector<Id>& gpus,
+                            std::size_t used) {
     Request request;
-    request.op = Op::prepare_direct;
+    request.op = Op::prepare_direct; // of no pid: nothing is under way in the task yet
+    request.task = static_cast<std::uint32_t>(&record - &table_->tasks[0]);
     request.gpus_used = static_cast<std::uint32_t>(used);
     if (gpus.size() > worker_protocol::kMaxGpus)
         throw Error(Errc::unsupported, "more than " + std::to_string(worker_protocol::kMaxGpus) +

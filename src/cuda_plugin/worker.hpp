@@ -62,7 +62,7 @@ public:
     void restore_direct(const TaskRecord& record) override;
 
     /// DirectWork::prepare().
-    void prepare_direct(const std::vector<Id>& gpus, std::size_t used);
+    void prepare_direct(const TaskRecord& record, const std::vector<Id>& gpus, std::size_t used);
 
     /// Send initialize() without waiting for it; a later initialize() collects the answer. Other
     /// calls wait until it has come, at most driver_timeout_ms; a refusal is told by initialize().

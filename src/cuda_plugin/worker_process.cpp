@@ -109,7 +109,9 @@ void answer(DriverLibrary& driver, DirectWork& direct, TaskTable& table, const R
     case Op::lock: driver.lock(request.pid, request.timeout_ms); return;
     case Op::checkpoint: driver.checkpoint(request.pid); return;
     case Op::restore: driver.restore(request.pid, moves_of(request)); return;
-    case Op::prepare_direct: direct.prepare(driver, gpus_of(request), request.gpus_used); return;
+    case Op::prepare_direct:
+        direct.prepare(driver, table.tasks[request.task].pid, gpus_of(request), request.gpus_used);
+        return;
     case Op::checkpoint_direct: direct.checkpoint(driver, table.tasks[request.task]); return;
     case Op::restore_direct:
         direct.restore(driver, table.tasks[request.task], moves_of(request));

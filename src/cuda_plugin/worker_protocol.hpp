@@ -17,7 +17,7 @@ enum class Op : std::uint32_t {
     gpus,
     gpus_of, ///< value: the GpuSource; text: why_not_all; of a GPU uuid and memory_size
     initialize,
-    prepare_direct, ///< DirectWork::prepare() for the GPUs move_from
+    prepare_direct, ///< DirectWork::prepare() for the GPUs move_from of `task`
     restore_thread,
     state,
     lock,

@@ -48,24 +48,33 @@ CustomStorage::CustomStorage(void* library, const std::string& name) {
 
 void CustomStorage::prepare(const std::vector<Id>& gpus, std::size_t used) {
     const std::lock_guard lock(mutex_);
-    for (std::size_t i = 0; i < gpus.size(); ++i) {
-        auto gpu = std::ranges::find(gpus_, gpus[i], &Gpu::uuid);
-        const bool is_new = gpu == gpus_.end();
-        if (is_new)
-            gpu = gpus_.insert(gpu, with_context(gpus[i]));
-        if (i >= used || gpu->has_lane)
-            continue;
-        try {
-            gpu->lanes.push_back(make_lane(gpu->context));
-            gpu->has_lane = true;
-        } catch (...) {
-            if (is_new) { // a context takes memory that the process may need for itself
-                api_.context_release(gpu->device);
-                gpus_.erase(gpu);
-            }
-            throw;
-        }
+    for (std::size_t i = 0; i < gpus.size(); ++i)
+        make_ready(gpus[i], i < used);
+}
+
+// `for_copies`: with a lane more than is reserved. The mutex is held.
+CustomStorage::Gpu& CustomStorage::make_ready(const Id& uuid, bool for_copies) {
+    auto gpu = std::ranges::find(gpus_, uuid, &Gpu::uuid);
+    const bool is_new = gpu == gpus_.end();
+    if (is_new) {
+        gpus_.reserve(gpus_.size() + 1); // else a context that was made could not be noted
+        gpu = gpus_.insert(gpus_.end(), with_context(uuid));
     }
+    try {
+        while (for_copies && gpu->lane_count <= gpu->reserved) {
+            gpu->lanes.reserve(gpu->lane_count + 1);
+            gpu->lanes.push_back(make_lane(gpu->context));
+            ++gpu->lane_count;
+        }
+    } catch (...) {
+        if (is_new) { // a context takes memory that the process may need for itself
+            const int device = gpu->device;
+            gpus_.erase(gpu);
+            api_.context_release(device);
+        }
+        throw;
+    }
+    return *gpu;
 }
 
 CustomStorage::Gpu CustomStorage::with_context(const Id& wanted) const {
@@ -79,8 +88,9 @@ CustomStorage::Gpu CustomStorage::with_context(const Id& wanted) const {
             "cuDeviceGetUuid");
         if (gpu.uuid != wanted)
             continue;
+        const std::string where = " on " + uuid_text(wanted);
         driver::require(api_.context_retain(&gpu.context, gpu.device), "cuDevicePrimaryCtxRetain",
-                        " on " + uuid_text(wanted));
+                        where);
         return gpu;
     }
     throw Error(Errc::unsupported, uuid_text(wanted) + " is not among the " +
@@ -88,28 +98,62 @@ CustomStorage::Gpu CustomStorage::with_context(const Id& wanted) const {
                                        " GPUs that CUDA lists in this process");
 }
 
-std::unique_ptr<CopyLane> CustomStorage::make_lane(driver::Context context) const {
+CustomStorage::OwnedLane CustomStorage::make_lane(driver::Context context) const {
     driver::require(api_.context_set(context), "cuCtxSetCurrent");
-    auto lane = std::make_unique<CopyLane>();
+    OwnedLane lane(new CopyLane, {&api_, context});
     void* memory = nullptr;
     driver::require(api_.host_alloc(&memory, CopyLane::kSize, kPortable), "cuMemHostAlloc");
     lane->memory = static_cast<std::byte*>(memory);
-    for (driver::Stream& stream : lane->streams) {
-        const driver::Result made = api_.stream_create(&stream, kNonBlocking);
-        if (made != driver::kSuccess)
-            api_.host_free(memory);
-        driver::require(made, "cuStreamCreate");
-    }
+    for (driver::Stream& stream : lane->streams)
+        driver::require(api_.stream_create(&stream, kNonBlocking), "cuStreamCreate");
     return lane;
 }
 
-bool CustomStorage::has_all_lanes() {
+void CustomStorage::FreeLane::operator()(CopyLane* lane) const noexcept {
+    api->context_set(context);
+    for (driver::Stream stream : lane->streams)
+        if (stream != nullptr)
+            api->stream_destroy(stream);
+    if (lane->memory != nullptr)
+        api->host_free(lane->memory);
+    delete lane;
+}
+
+// The mutex is held. nullptr: no GPU that was prepared.
+CustomStorage::Gpu* CustomStorage::find(driver::Context context) noexcept {
+    const auto gpu = std::ranges::find(gpus_, context, &Gpu::context);
+    return gpu == gpus_.end() ? nullptr : &*gpu;
+}
+
+bool CustomStorage::have_lanes(const std::vector<Id>& gpus) {
     const std::lock_guard lock(mutex_);
-    return std::ranges::all_of(gpus_, &Gpu::has_lane);
+    return std::ranges::all_of(gpus, [this](const Id& uuid) {
+        const auto gpu = std::ranges::find(gpus_, uuid, &Gpu::uuid);
+        return gpu != gpus_.end() && gpu->lane_count != 0;
+    });
+}
+
+void CustomStorage::reserve(const std::vector<Id>& gpus, Operation& of) {
+    const std::lock_guard lock(mutex_);
+    of.storage_ = this;
+    of.reserved_.reserve(of.reserved_.size() + gpus.size());
+    for (const Id& uuid : gpus) {
+        Gpu& gpu = make_ready(uuid, true);
+        ++gpu.reserved;
+        of.reserved_.push_back(gpu.context);
+    }
+}
+
+CustomStorage::Operation::~Operation() {
+    if (reserved_.empty())
+        return;
+    const std::lock_guard lock(storage_->mutex_);
+    for (driver::Context context : reserved_)
+        --storage_->find(context)->reserved;
 }
 
 // Also the contexts: once the driver has answered, nobody is waited for who prepares another GPU.
-CustomStorage::Contexts CustomStorage::make_ready(int pid, Operation& into) {
+CustomStorage::Contexts CustomStorage::begin(int pid, Operation& into) {
     into.storage_ = this;
     into.pid_ = pid;
     into.devices_.reserve(kUsualGpus);
@@ -143,7 +187,7 @@ void CustomStorage::take(const driver::StorageInfo* info, const Contexts& contex
 }
 
 void CustomStorage::checkpoint(int pid, Operation& into, std::atomic<bool>& held) {
-    const Contexts contexts = make_ready(pid, into);
+    const Contexts contexts = begin(pid, into);
     const std::string whose = of_pid(pid);
     driver::StorageInfo* info = nullptr;
     driver::CheckpointArgs args;
@@ -157,7 +201,7 @@ void CustomStorage::checkpoint(int pid, Operation& into, std::atomic<bool>& held
 }
 
 void CustomStorage::restore(int pid, std::vector<driver::GpuPair> pairs, Operation& into) {
-    const Contexts contexts = make_ready(pid, into);
+    const Contexts contexts = begin(pid, into);
     const std::string whose = of_pid(pid);
     driver::StorageInfo* info = nullptr;
     driver::RestoreArgs args;
@@ -181,29 +225,33 @@ CustomStorage::Lane::Lane(CustomStorage& storage, const DeviceMemory& memory)
     : storage_(storage), device_(memory) {
     {
         const std::lock_guard lock(storage_.mutex_);
-        const auto gpu = std::ranges::find(storage_.gpus_, device_.context, &Gpu::context);
-        if (gpu != storage_.gpus_.end() && !gpu->lanes.empty()) {
+        if (Gpu* gpu = storage_.find(device_.context); gpu != nullptr && !gpu->lanes.empty()) {
             lane_ = std::move(gpu->lanes.back());
             gpu->lanes.pop_back();
+            return;
         }
     }
-    if (!lane_)
-        lane_ = storage_.make_lane(device_.context);
+    lane_ = storage_.make_lane(device_.context);
+    const std::lock_guard lock(storage_.mutex_);
+    if (Gpu* gpu = storage_.find(device_.context)) {
+        gpu->lanes.reserve(gpu->lane_count + 1);
+        ++gpu->lane_count;
+    }
 }
 
 CustomStorage::Lane::~Lane() {
-    for (driver::Stream stream :
-         lane_->streams) // nothing may still be on its way into memory that others get
-        storage_.api_.stream_synchronize(stream);
+    // Nothing may still be on its way into memory that others get.
+    bool is_idle = storage_.api_.context_set(device_.context) == driver::kSuccess;
+    for (driver::Stream stream : lane_->streams)
+        is_idle = storage_.api_.stream_synchronize(stream) == driver::kSuccess && is_idle;
     const std::lock_guard lock(storage_.mutex_);
-    const auto gpu = std::ranges::find(storage_.gpus_, device_.context, &Gpu::context);
-    try {
-        if (gpu != storage_.gpus_.end()) {
-            gpu->lanes.push_back(std::move(lane_));
-            gpu->has_lane = true;
-        }
-    } catch (...) { // NOLINT(bugprone-empty-catch): then the process has lost a lane, and no more
-    }
+    Gpu* const gpu = storage_.find(device_.context);
+    if (!is_idle)
+        *lane_ = {}; // it stays where it is, for whatever the driver still does with it
+    if (gpu != nullptr && is_idle)
+        gpu->lanes.push_back(std::move(lane_));
+    else if (gpu != nullptr)
+        --gpu->lane_count;
 }
 
 void CustomStorage::Lane::use_context() const {

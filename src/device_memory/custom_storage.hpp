@@ -30,6 +30,7 @@ namespace gpustasis {
     X(context_release, cuDevicePrimaryCtxRelease_v2, (int device))                                 \
     X(context_set, cuCtxSetCurrent, (driver::Context context))                                     \
     X(stream_create, cuStreamCreate, (driver::Stream * stream, unsigned flags))                    \
+    X(stream_destroy, cuStreamDestroy_v2, (driver::Stream stream))                                 \
     X(stream_context, cuStreamGetCtx, (driver::Stream stream, driver::Context * context))          \
     X(stream_synchronize, cuStreamSynchronize, (driver::Stream stream))                            \
     X(host_alloc, cuMemHostAlloc, (void** memory, std::size_t size, unsigned flags))               \
@@ -75,12 +76,16 @@ public:
     /// unsupported for a GPU that CUDA does not list; DriverError, as where a GPU has no memory left for a context.
     void prepare(const std::vector<Id>& gpus, std::size_t used);
 
-    /// Whether all GPUs that were prepared have page-locked memory.
-    bool has_all_lanes();
+    /// Whether each of `gpus` was prepared and has page-locked memory, in use or not.
+    bool have_lanes(const std::vector<Id>& gpus);
 
     /// One operation in flight. If it is destroyed before complete(), the process stays as it is.
     class Operation {
     public:
+        Operation() = default;
+        Operation(const Operation&) = delete;
+        Operation& operator=(const Operation&) = delete;
+        ~Operation();
         /// In the driver's order.
         const std::vector<DeviceMemory>& devices() const noexcept { return devices_; }
         /// Once: the driver frees its own record even when it fails. The mapping is gone on return. Throws DriverError.
@@ -92,7 +97,13 @@ public:
         void* handle_ = nullptr;
         int pid_ = 0;
         std::vector<DeviceMemory> devices_;
+        std::vector<driver::Context> reserved_; ///< where a lane is kept for it
     };
+
+    /// Have page-locked memory and streams on each of `gpus`, each once, for one Lane of `of` as long as that is there,
+    /// whatever other operations use that are at work on the same GPU. Before checkpoint(), after which nothing may fail.
+    /// Throws as prepare().
+    void reserve(const std::vector<Id>& gpus, Operation& of);
 
     /// LOCKED to CHECKPOINTING, which complete() makes CHECKPOINTED. `into`: one that is in no use; nothing that can fail
     /// stands between the driver's answer and it. `held`: set as soon as the driver has answered. Throws DriverError: nothing
@@ -102,6 +113,21 @@ public:
     /// CHECKPOINTED to RESTORING, which complete() makes LOCKED. `pairs`: as of the driver. Throws DriverError.
     void restore(int pid, std::vector<driver::GpuPair> pairs, Operation& into);
 
+private:
+    struct Api {
+// NOLINTNEXTLINE(bugprone-macro-parentheses): a declarator and its parameters
+#define GPUSTASIS_MEMBER(member, symbol, params) driver::Result(*member) params = nullptr;
+        GPUSTASIS_STORAGE_SYMBOLS(GPUSTASIS_MEMBER)
+#undef GPUSTASIS_MEMBER
+    };
+    struct FreeLane {
+        const Api* api;
+        driver::Context context;
+        void operator()(CopyLane* lane) const noexcept;
+    };
+    using OwnedLane = std::unique_ptr<CopyLane, FreeLane>;
+
+public:
     /// For copies from and to the GPU of `memory`, until the lane is destroyed. Makes another if all are in use.
     /// Throws DriverError.
     class Lane {
@@ -126,7 +152,7 @@ public:
 
         CustomStorage& storage_;
         DeviceMemory device_;
-        std::unique_ptr<CopyLane> lane_;
+        OwnedLane lane_;
     };
 
 private:
@@ -134,21 +160,18 @@ private:
         Id uuid{};
         driver::Context context = nullptr;
         int device = 0;
-        bool has_lane = false;
-        std::vector<std::unique_ptr<CopyLane>> lanes; ///< not in use
-    };
-    struct Api {
-// NOLINTNEXTLINE(bugprone-macro-parentheses): a declarator and its parameters
-#define GPUSTASIS_MEMBER(member, symbol, params) driver::Result(*member) params = nullptr;
-        GPUSTASIS_STORAGE_SYMBOLS(GPUSTASIS_MEMBER)
-#undef GPUSTASIS_MEMBER
+        std::vector<OwnedLane> lanes; ///< not in use; has room for all
+        std::size_t lane_count = 0;   ///< with those in use
+        std::size_t reserved = 0;     ///< for operations
     };
 
     Gpu with_context(const Id& wanted) const;
+    Gpu& make_ready(const Id& uuid, bool for_copies);
     using Contexts = std::vector<std::pair<Id, driver::Context>>; ///< of GPUs
-    Contexts make_ready(int pid, Operation& into);
+    Contexts begin(int pid, Operation& into);
     void take(const driver::StorageInfo* info, const Contexts& contexts, Operation& into);
-    std::unique_ptr<CopyLane> make_lane(driver::Context context) const;
+    OwnedLane make_lane(driver::Context context) const;
+    Gpu* find(driver::Context context) noexcept;
 
     Api api_;
     std::mutex mutex_;

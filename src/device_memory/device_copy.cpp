@@ -2,11 +2,9 @@
 #include "device_memory/device_copy.hpp"
 
 #include "core/error.hpp"
-#include "device_memory/driver_error.hpp"
 
 #include <algorithm>
 #include <cstring>
-#include <deque>
 
 namespace gpustasis {
 namespace {
@@ -15,6 +13,9 @@ constexpr std::uint64_t kBlock = 4U << 20; // copied at once from a GPU; no chun
 constexpr std::size_t kBlocks = CopyLane::kSize / kBlock;
 constexpr std::uint64_t kPiece = 256U << 10; // copied at once to a GPU, at most
 constexpr std::size_t kPieces = CopyLane::kSize / kPiece;
+// Lent at once: what is not can be copied meanwhile.
+constexpr std::size_t kMostLentBlocks = kBlocks / 2;
+constexpr std::size_t kMostLentPieces = kPieces / 2;
 
 /// The device that has all `size` bytes from `address`, as its region counts them.
 template <class Devices>
@@ -47,45 +48,6 @@ make(CustomStorage& storage, const std::vector<NumberedDevice>& devices, MovedAt
 void touch(MovedAt& moved_at) noexcept {
     moved_at.store(std::chrono::steady_clock::now().time_since_epoch().count(),
                    std::memory_order_relaxed);
-}
-
-void begin_restore(CustomStorage& storage, int pid, const ImageInfo& info,
-                   const std::vector<driver::GpuPair>& pairs, CustomStorage::Operation& into) {
-    const auto now_at = [&](std::size_t number) {
-        Id uuid = info.gpus[number].uuid;
-        for (const driver::GpuPair& pair : pairs)
-            if (std::memcmp(pair.old_uuid, info.gpus[number].uuid.data(), sizeof pair.old_uuid) ==
-                0)
-                std::memcpy(uuid.data(), pair.new_uuid, sizeof pair.new_uuid);
-        return uuid;
-    };
-    for (const std::size_t number : numbers_of(info))
-        storage.prepare({now_at(number)}, 1);
-    try {
-        return storage.restore(pid, pairs, into);
-    } catch (const DriverError& e) {
-        if (e.result() != driver::kInvalidContext)
-            throw;
-    }
-    for (std::size_t number = 0; number < info.gpus.size(); ++number) {
-        try {
-            storage.prepare({now_at(number)}, 0);
-        } catch (const DriverError&) {
-            throw;
-        } catch (const Error&) { // NOLINT(bugprone-empty-catch): not a GPU of this machine
-        }
-    }
-    storage.restore(pid, pairs, into);
-}
-
-void fill_devices(CustomStorage& storage, const std::vector<NumberedDevice>& devices,
-                  const ImageReader& image, unsigned threads, MovedAt& moved_at,
-                  const ImageReader::Progress& progress) {
-    if (regions_of(sizes_of(devices)) != image.info().regions)
-        throw Error(Errc::corrupt_data, "the driver wants other memory than the image holds");
-    DeviceSink sink(storage, devices, moved_at);
-    image.restore(sink, threads, true, progress);
-    sink.finish();
 }
 
 // Block b goes to slot b modulo kBlocks, once all of the block before it there was read.
@@ -124,6 +86,7 @@ struct DeviceSource::Device {
     struct Slot {
         std::uint64_t block = 0; ///< whose turn it is
         std::uint64_t left = 0;  ///< bytes of it that are there and not read; 0: not there yet
+        std::uint64_t lent = 0;  ///< bytes of those
     };
 
     std::uint64_t size_of(std::uint64_t block) const noexcept {
@@ -181,7 +144,23 @@ struct DeviceSource::Device {
         if (count == 0 || offset + count > size || (offset + count - 1) / kBlock != block)
             return {};
         await(block);
+        const std::lock_guard lock(mutex);
+        Slot& slot = slots[block % kBlocks];
+        if (slot.lent == 0 && lent_blocks == kMostLentBlocks)
+            return {};
+        lent_blocks += slot.lent == 0 ? 1 : 0;
+        slot.lent += count;
         return {memory_of(block) + offset % kBlock, count};
+    }
+
+    void take_back(std::uint64_t block, std::size_t count) noexcept {
+        {
+            const std::lock_guard lock(mutex);
+            Slot& slot = slots[block % kBlocks];
+            slot.lent -= count;
+            lent_blocks -= slot.lent == 0 ? 1 : 0;
+        }
+        have_read(block, count);
     }
 
     // `block` is there.
@@ -218,6 +197,7 @@ struct DeviceSource::Device {
     std::mutex mutex;
     std::condition_variable changed;
     Slot slots[kBlocks];
+    std::size_t lent_blocks = 0; ///< of which something is lent
     std::uint64_t next = 0;
     bool ends = false;
     std::exception_ptr failure;
@@ -245,14 +225,14 @@ MutBytes DeviceSource::lend(std::uint64_t address, std::size_t size) {
 }
 
 void DeviceSource::take_back(std::uint64_t address, MutBytes lent) noexcept {
-    devices_[device_number(address)]->have_read(device_offset(address) / kBlock, lent.size());
+    devices_[device_number(address)]->take_back(device_offset(address) / kBlock, lent.size());
 }
 
 struct DeviceSink::Device {
     Device(CustomStorage& storage, const DeviceMemory& memory, MovedAt& moved)
         : size(memory.size), lane(storage, memory), moved_at(moved) {
         for (std::size_t i = 0; i < kPieces; ++i)
-            pieces.push_back({i, false});
+            pieces[i].number = i;
         if (size != 0) {
             lane.set_zero(0, 0, size);
             lane.wait(0);
@@ -271,15 +251,16 @@ struct DeviceSink::Device {
 
     Piece take() {
         std::unique_lock lock(mutex);
-        freed.wait(lock, [this] { return !pieces.empty(); });
-        const Piece piece = pieces.front(); // the one whose copy was begun the longest ago
-        pieces.pop_front();
+        freed.wait(lock, [this] { return free_count != 0; });
+        const Piece piece = pieces[first]; // the one whose copy was begun the longest ago
+        first = (first + 1) % kPieces;
+        --free_count;
         return piece;
     }
-    void put_back(const Piece& piece) {
+    void put_back(const Piece& piece) noexcept {
         {
             const std::lock_guard lock(mutex);
-            pieces.push_back(piece);
+            pieces[(first + free_count++) % kPieces] = piece;
         }
         freed.notify_one();
     }
@@ -299,7 +280,16 @@ struct DeviceSink::Device {
     MutBytes lend(std::uint64_t offset, std::size_t count) {
         if (count == 0 || count > kPiece || offset + count > size)
             return {};
-        return take_free().first(count);
+        if (lent.fetch_add(1) >= kMostLentPieces) {
+            --lent;
+            return {};
+        }
+        try {
+            return take_free().first(count);
+        } catch (...) {
+            --lent;
+            throw;
+        }
     }
 
     // The memory of a piece that no copy uses.
@@ -336,7 +326,11 @@ struct DeviceSink::Device {
     MovedAt& moved_at;
     std::mutex mutex;
     std::condition_variable freed;
-    std::deque<Piece> pieces;
+    // A ring of those in no use: nothing may fail that gives one back.
+    Piece pieces[kPieces];
+    std::size_t first = 0;
+    std::size_t free_count = kPieces;
+    std::atomic<std::size_t> lent = 0;
 };
 
 DeviceSink::DeviceSink(CustomStorage& storage, const std::vector<NumberedDevice>& devices,
@@ -356,11 +350,14 @@ MutBytes DeviceSink::lend(std::uint64_t address, std::size_t size) {
 }
 
 void DeviceSink::put(std::uint64_t address, MutBytes lent) {
-    find(devices_, address, lent.size()).put(device_offset(address), lent);
+    Device& device = find(devices_, address, lent.size());
+    --device.lent;
+    device.put(device_offset(address), lent);
 }
 
 void DeviceSink::take_back(std::uint64_t address, MutBytes lent) noexcept {
     Device& device = *devices_[device_number(address)];
+    --device.lent;
     device.put_back({device.number_of(lent), false});
 }
 

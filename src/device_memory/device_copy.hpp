@@ -38,7 +38,7 @@ public:
 
     /// Throws Error: io, also what a copy has failed with; bad_argument outside of the devices.
     void read(std::uint64_t address, MutBytes out) override;
-    /// Of what was copied ahead. No more is, where what is lent lies in the way.
+    /// Of what was copied ahead. No more is, where what is lent lies in the way: never of more than half of the blocks.
     MutBytes lend(std::uint64_t address, std::size_t size) override;
     void take_back(std::uint64_t address, MutBytes lent) noexcept override;
     void cancel() noexcept override;
@@ -60,7 +60,7 @@ public:
     void write(std::uint64_t address, Bytes bytes) override;
     /// Nothing: it is so.
     void write_zeros(std::uint64_t address, std::uint64_t length) override;
-    /// Page-locked, from which it is copied to the GPU.
+    /// Page-locked, from which it is copied to the GPU. Never more than half of it.
     MutBytes lend(std::uint64_t address, std::size_t size) override;
     void put(std::uint64_t address, MutBytes lent) override;
     void take_back(std::uint64_t address, MutBytes lent) noexcept override;

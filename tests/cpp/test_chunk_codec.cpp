@@ -44,6 +44,15 @@ void decoding_gives_back_what_was_encoded() {
         }
 }
 
+// As a caller in Python may have them.
+void raw_bytes_may_overlap_what_they_decode_to() {
+    const Buffer plain = sample::random_bytes(8192, 3);
+    Buffer both(plain);
+    both.resize(plain.size() + 100);
+    decode_chunk(Encoding::raw, Bytes(both).first(plain.size()), MutBytes(both).subspan(100));
+    CHECK(std::equal(plain.begin(), plain.end(), both.begin() + 100));
+}
+
 void lz4_is_kept_only_if_it_saves_a_sixteenth() {
     // Random bytes with a compressible end: vary its length across the threshold.
     bool raw_seen = false;
@@ -122,6 +131,7 @@ void hashes_are_xxh3() {
 int main() {
     each_kind_of_content_gets_its_encoding();
     decoding_gives_back_what_was_encoded();
+    raw_bytes_may_overlap_what_they_decode_to();
     lz4_is_kept_only_if_it_saves_a_sixteenth();
     one_set_bit_anywhere_is_not_zero();
     sizes_out_of_range_are_refused();

@@ -1,0 +1,50 @@
+// SPDX-License-Identifier: Apache-2.0
+/// Of device_copy.hpp: what puts an image back onto GPUs.
+#include "core/error.hpp"
+#include "device_memory/device_copy.hpp"
+#include "device_memory/driver_error.hpp"
+
+#include <cstring>
+
+namespace gpustasis {
+
+void begin_restore(CustomStorage& storage, int pid, const ImageInfo& info,
+                   const std::vector<driver::GpuPair>& pairs, CustomStorage::Operation& into) {
+    const auto now_at = [&](std::size_t number) {
+        Id uuid = info.gpus[number].uuid;
+        for (const driver::GpuPair& pair : pairs)
+            if (std::memcmp(pair.old_uuid, info.gpus[number].uuid.data(), sizeof pair.old_uuid) ==
+                0)
+                std::memcpy(uuid.data(), pair.new_uuid, sizeof pair.new_uuid);
+        return uuid;
+    };
+    for (const std::size_t number : numbers_of(info))
+        storage.prepare({now_at(number)}, 1);
+    try {
+        return storage.restore(pid, pairs, into);
+    } catch (const DriverError& e) {
+        if (e.result() != driver::kInvalidContext)
+            throw;
+    }
+    for (std::size_t number = 0; number < info.gpus.size(); ++number) {
+        try {
+            storage.prepare({now_at(number)}, 0);
+        } catch (const DriverError&) {
+            throw;
+        } catch (const Error&) { // NOLINT(bugprone-empty-catch): not a GPU of this machine
+        }
+    }
+    storage.restore(pid, pairs, into);
+}
+
+void fill_devices(CustomStorage& storage, const std::vector<NumberedDevice>& devices,
+                  const ImageReader& image, unsigned threads, MovedAt& moved_at,
+                  const ImageReader::Progress& progress) {
+    if (regions_of(sizes_of(devices)) != image.info().regions)
+        throw Error(Errc::corrupt_data, "the driver wants other memory than the image holds");
+    DeviceSink sink(storage, devices, moved_at);
+    image.restore(sink, threads, true, progress);
+    sink.finish();
+}
+
+} // namespace gpustasis

@@ -1,0 +1,286 @@
+// SPDX-License-Identifier: Apache-2.0
+/// A driver with custom storage and an NVML, in the test itself: CustomStorage and DriverLibrary find them there if they
+/// are told to load "". GPUs are host memory, copies are made at once, and a mapping is spoilt when it ends.
+#pragma once
+
+#include "sample.hpp"
+
+#include "core/image_info.hpp"
+#include "device_memory/driver_abi.hpp"
+
+#include <array>
+#include <atomic>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <mutex>
+
+namespace storage_driver {
+
+using namespace gpustasis;
+
+inline constexpr int kGpus = 2;
+inline constexpr driver::Result kRefused = driver::kOutOfMemory;
+
+struct OneStream {
+    int gpu = -1; ///< -1: none
+};
+
+/// One operation in flight.
+struct Handle {
+    driver::StorageInfo info;
+    std::array<driver::StoragePerDevice, kGpus> devices;
+    int pid = 0;
+    bool restores = false;
+};
+
+struct State {
+    // What it does.
+    std::atomic<int> host_allocs_left = 1000; ///< the next ones fail
+    std::atomic<int> streams_left = 1000;
+    std::atomic<bool> synchronizes = true;
+    std::atomic<bool> nvml_answers = true; ///< which GPU is which device file
+
+    // What it has.
+    std::atomic<int> contexts = 0;
+    std::atomic<int> streams = 0;
+    std::atomic<int> hosts = 0; ///< blocks of page-locked memory
+    // What was done.
+    std::atomic<int> checkpoints = 0;
+    std::atomic<int> late = 0; ///< host_alloc while memory was handed over
+    std::atomic<int> asked = 0;
+
+    std::mutex mutex;
+    int in_flight = 0;
+    std::map<int, std::array<sample::Buffer, kGpus>> memory; ///< by pid
+    std::map<int, int> states;
+    std::array<OneStream, 256> made;
+    std::array<void*, 256> blocks{};
+    std::array<OneStream, kGpus> own;
+};
+inline State state;
+inline thread_local int current = -1;
+
+inline Id uuid(int gpu) {
+    return sample::id_of(static_cast<unsigned char>(0x30 + gpu));
+}
+inline driver::Context context(int gpu) {
+    return reinterpret_cast<driver::Context>(static_cast<std::uintptr_t>(gpu) + 1);
+}
+inline int gpu_of(void* handle) {
+    return static_cast<int>(reinterpret_cast<std::uintptr_t>(handle)) - 1;
+}
+/// Process `pid` is LOCKED, and has that on its GPUs.
+inline void have(int pid, std::array<sample::Buffer, kGpus> memory) {
+    state.memory[pid] = std::move(memory);
+    state.states[pid] = static_cast<int>(ProcessState::locked);
+}
+
+inline driver::Result hand_over(int pid, driver::StorageInfo** info, bool restores) {
+    const std::lock_guard lock(state.mutex);
+    auto* handle = new Handle;
+    handle->pid = pid;
+    handle->restores = restores;
+    handle->info.handle = handle;
+    handle->info.per_device = handle->devices.data();
+    for (int gpu = 0; gpu < kGpus; ++gpu) {
+        sample::Buffer& memory = state.memory.at(pid)[static_cast<std::size_t>(gpu)];
+        if (memory.empty())
+            continue;
+        OneStream& stream = state.own[static_cast<std::size_t>(gpu)];
+        stream.gpu = gpu;
+        handle->devices[handle->info.device_count++] = {
+            reinterpret_cast<driver::DevicePtr>(memory.data()), memory.size(), &stream};
+    }
+    state.states[pid] = restores ? driver::kStateRestoring : driver::kStateCheckpointing;
+    ++state.in_flight;
+    *info = &handle->info;
+    return driver::kSuccess;
+}
+
+} // namespace storage_driver
+
+extern "C" {
+[[gnu::used]] inline int gpustasis_driver_emulator = 1;
+
+#define STORAGE_DRIVER_API [[gnu::used]] inline int
+STORAGE_DRIVER_API cuDriverGetVersion(int* version) {
+    *version = 13040;
+    return 0;
+}
+STORAGE_DRIVER_API cuInit(unsigned) {
+    return 0;
+}
+STORAGE_DRIVER_API cuDeviceGetCount(int* count) {
+    *count = storage_driver::kGpus;
+    return 0;
+}
+STORAGE_DRIVER_API cuDeviceGet(int* device, int ordinal) {
+    *device = ordinal;
+    return 0;
+}
+STORAGE_DRIVER_API cuDeviceGetUuid_v2(std::uint8_t* uuid, int device) {
+    std::memcpy(uuid, storage_driver::uuid(device).data(), 16);
+    return 0;
+}
+STORAGE_DRIVER_API cuDevicePrimaryCtxRetain(void** context, int device) {
+    *context = storage_driver::context(device);
+    ++storage_driver::state.contexts;
+    return 0;
+}
+STORAGE_DRIVER_API cuDevicePrimaryCtxRelease_v2(int) {
+    --storage_driver::state.contexts;
+    return 0;
+}
+STORAGE_DRIVER_API cuCtxSetCurrent(void* context) {
+    storage_driver::current = storage_driver::gpu_of(context);
+    return 0;
+}
+STORAGE_DRIVER_API cuStreamCreate(void** stream, unsigned) {
+    using storage_driver::state;
+    if (state.streams_left-- <= 0)
+        return storage_driver::kRefused;
+    const std::lock_guard lock(state.mutex);
+    for (storage_driver::OneStream& one : state.made)
+        if (one.gpu < 0) {
+            one.gpu = storage_driver::current;
+            *stream = &one;
+            ++state.streams;
+            return 0;
+        }
+    return storage_driver::kRefused;
+}
+STORAGE_DRIVER_API cuStreamDestroy_v2(void* stream) {
+    const std::lock_guard lock(storage_driver::state.mutex);
+    static_cast<storage_driver::OneStream*>(stream)->gpu = -1;
+    --storage_driver::state.streams;
+    return 0;
+}
+STORAGE_DRIVER_API cuStreamGetCtx(void* stream, void** context) {
+    *context = storage_driver::context(static_cast<storage_driver::OneStream*>(stream)->gpu);
+    return 0;
+}
+STORAGE_DRIVER_API cuStreamSynchronize(void* stream) {
+    const bool is_current =
+        static_cast<storage_driver::OneStream*>(stream)->gpu == storage_driver::current;
+    return storage_driver::state.synchronizes && is_current ? 0
+                                                            : gpustasis::driver::kInvalidContext;
+}
+STORAGE_DRIVER_API cuMemHostAlloc(void** memory, std::size_t size, unsigned) {
+    using storage_driver::state;
+    const std::lock_guard lock(state.mutex);
+    state.late += state.in_flight != 0 ? 1 : 0;
+    if (state.host_allocs_left-- <= 0)
+        return storage_driver::kRefused;
+    for (void*& block : state.blocks)
+        if (block == nullptr) {
+            block = *memory = std::aligned_alloc(4096, size);
+            ++state.hosts;
+            return 0;
+        }
+    return storage_driver::kRefused;
+}
+STORAGE_DRIVER_API cuMemFreeHost(void* memory) {
+    const std::lock_guard lock(storage_driver::state.mutex);
+    for (void*& block : storage_driver::state.blocks)
+        if (block == memory)
+            block = nullptr;
+    std::free(memory);
+    --storage_driver::state.hosts;
+    return 0;
+}
+STORAGE_DRIVER_API cuMemcpyDtoHAsync_v2(void* to, std::uint64_t from, std::size_t size, void*) {
+    std::memcpy(to, reinterpret_cast<const void*>(from), size);
+    return 0;
+}
+STORAGE_DRIVER_API cuMemcpyHtoDAsync_v2(std::uint64_t to, const void* from, std::size_t size,
+                                        void*) {
+    std::memcpy(reinterpret_cast<void*>(to), from, size);
+    return 0;
+}
+STORAGE_DRIVER_API cuMemsetD8Async(std::uint64_t to, unsigned char value, std::size_t size, void*) {
+    std::memset(reinterpret_cast<void*>(to), value, size);
+    return 0;
+}
+STORAGE_DRIVER_API cuCheckpointProcessGetRestoreThreadId(int pid, int* tid) {
+    *tid = pid;
+    return 0;
+}
+STORAGE_DRIVER_API cuCheckpointProcessGetState(int pid, int* is) {
+    const std::lock_guard lock(storage_driver::state.mutex);
+    *is = storage_driver::state.states.at(pid);
+    return 0;
+}
+STORAGE_DRIVER_API cuCheckpointProcessLock(int, void*) {
+    return 0;
+}
+STORAGE_DRIVER_API cuCheckpointProcessUnlock(int, void*) {
+    return 0;
+}
+STORAGE_DRIVER_API cuCheckpointProcessCheckpoint(int pid, gpustasis::driver::CheckpointArgs* args) {
+    ++storage_driver::state.checkpoints;
+    return storage_driver::hand_over(pid, args->storage, false);
+}
+STORAGE_DRIVER_API cuCheckpointProcessRestore(int pid, gpustasis::driver::RestoreArgs* args) {
+    return storage_driver::hand_over(pid, args->storage, true);
+}
+STORAGE_DRIVER_API cuCheckpointOperationComplete(void* of) {
+    using storage_driver::state;
+    const std::lock_guard lock(state.mutex);
+    auto* handle = static_cast<storage_driver::Handle*>(of);
+    if (!handle->restores)
+        for (sample::Buffer& memory : state.memory.at(handle->pid))
+            std::ranges::fill(memory, std::byte{0xee});
+    state.states[handle->pid] = static_cast<int>(
+        handle->restores ? gpustasis::ProcessState::locked : gpustasis::ProcessState::checkpointed);
+    --state.in_flight;
+    delete handle;
+    return 0;
+}
+
+STORAGE_DRIVER_API nvmlInit_v2() {
+    return 0;
+}
+STORAGE_DRIVER_API nvmlShutdown() {
+    return 0;
+}
+STORAGE_DRIVER_API nvmlSystemGetDriverVersion(char* text, unsigned size) {
+    std::snprintf(text, size, "610.1");
+    return 0;
+}
+STORAGE_DRIVER_API nvmlDeviceGetCount_v2(unsigned* count) {
+    *count = storage_driver::kGpus;
+    return 0;
+}
+STORAGE_DRIVER_API nvmlDeviceGetHandleByIndex_v2(unsigned index, void** device) {
+    *device = storage_driver::context(static_cast<int>(index));
+    return 0;
+}
+STORAGE_DRIVER_API nvmlDeviceGetName(void*, char* text, unsigned size) {
+    std::snprintf(text, size, "a GPU of the test");
+    return 0;
+}
+STORAGE_DRIVER_API nvmlDeviceGetUUID(void* device, char* text, unsigned size) {
+    int at = std::snprintf(text, size, "GPU-");
+    for (const std::byte byte : storage_driver::uuid(storage_driver::gpu_of(device)))
+        at += std::snprintf(text + at, size - static_cast<unsigned>(at), "%02x",
+                            static_cast<unsigned>(byte));
+    return 0;
+}
+STORAGE_DRIVER_API nvmlDeviceGetMemoryInfo(void*, unsigned long long* memory) {
+    memory[0] = memory[1] = 1ULL << 30;
+    memory[2] = 0;
+    return 0;
+}
+STORAGE_DRIVER_API nvmlDeviceGetMinorNumber(void* device, unsigned* minor) {
+    ++storage_driver::state.asked;
+    *minor = static_cast<unsigned>(storage_driver::gpu_of(device));
+    return storage_driver::state.nvml_answers ? 0 : 999;
+}
+// No process uses any: as of one that NVML cannot see.
+STORAGE_DRIVER_API nvmlDeviceGetComputeRunningProcesses_v3(void*, unsigned* count, void*) {
+    *count = 0;
+    return 0;
+}
+}

@@ -1,0 +1,245 @@
+// SPDX-License-Identifier: Apache-2.0
+// Page-locked memory and streams of custom storage, and the rings of them that copies go through.
+#include "check.hpp"
+#include "sample.hpp"
+#include "storage_driver.hpp"
+
+#include "device_memory/custom_storage.hpp"
+#include "device_memory/device_copy.hpp"
+#include "device_memory/numbered_devices.hpp"
+
+#include <dlfcn.h>
+
+#include <cstdlib>
+#include <new>
+#include <thread>
+#include <utility>
+#include <vector>
+
+using namespace gpustasis;
+using storage_driver::state;
+using storage_driver::uuid;
+
+namespace {
+
+thread_local int allocations_left = -1; // -1: as many as there is memory for
+
+void* allocate(std::size_t size) noexcept {
+    if (allocations_left == 0)
+        return nullptr;
+    if (allocations_left > 0)
+        --allocations_left;
+    return std::malloc(size == 0 ? 1 : size);
+}
+
+} // namespace
+
+// Not inlined: GCC takes free() of what `new` has returned for a mistake.
+[[gnu::noinline]] void* operator new(std::size_t size) {
+    if (void* memory = allocate(size))
+        return memory;
+    throw std::bad_alloc();
+}
+[[gnu::noinline]] void* operator new(std::size_t size, const std::nothrow_t&) noexcept {
+    return allocate(size);
+}
+[[gnu::noinline]] void operator delete(void* memory) noexcept {
+    std::free(memory);
+}
+[[gnu::noinline]] void operator delete(void* memory, std::size_t) noexcept {
+    std::free(memory);
+}
+
+namespace {
+
+constexpr int kPid = 7;
+constexpr std::size_t kBlock = std::size_t{4} << 20;
+constexpr std::size_t kBlocks = CopyLane::kSize / kBlock;
+constexpr std::size_t kPiece = std::size_t{256} << 10;
+constexpr std::size_t kPieces = CopyLane::kSize / kPiece;
+
+CustomStorage new_storage() {
+    return CustomStorage(::dlopen(nullptr, RTLD_NOW), "the test");
+}
+
+/// GPU memory that was handed over.
+struct HandedOver {
+    explicit HandedOver(std::size_t size) {
+        storage_driver::have(kPid, {sample::random_bytes(size, 1), {}});
+        storage.prepare({uuid(0)}, 1);
+        storage.reserve({uuid(0)}, operation);
+        storage.checkpoint(kPid, operation, held);
+        devices = number_devices(operation);
+    }
+    ~HandedOver() { operation.complete(); }
+    HandedOver(const HandedOver&) = delete;
+    HandedOver& operator=(const HandedOver&) = delete;
+
+    const sample::Buffer& memory() const { return state.memory[kPid][0]; }
+    const DeviceMemory& device() const { return devices.front().memory; }
+
+    CustomStorage storage = new_storage();
+    CustomStorage::Operation operation;
+    std::atomic<bool> held = false;
+    std::vector<NumberedDevice> devices;
+    MovedAt moved_at = 0;
+};
+
+void expect_nothing_left() {
+    CHECK(state.contexts == 0);
+    CHECK(state.streams == 0);
+    CHECK(state.hosts == 0);
+}
+
+void what_cannot_be_prepared_leaves_nothing_behind() {
+    for (int streams = 0; streams < static_cast<int>(CopyLane::kStreams); ++streams) {
+        CustomStorage storage = new_storage();
+        state.streams_left = streams;
+        CHECK_THROWS(Errc::io, storage.prepare({uuid(0)}, 1));
+        expect_nothing_left();
+    }
+    state.streams_left = 1000;
+    bool is_done = false;
+    for (int allocations = 0; !is_done; ++allocations) {
+        CustomStorage storage = new_storage();
+        const std::vector<Id> gpus{uuid(0)};
+        allocations_left = allocations;
+        try {
+            storage.prepare(gpus, 1);
+            is_done = true;
+        } catch (const std::bad_alloc&) {
+        }
+        allocations_left = -1;
+        if (!is_done)
+            expect_nothing_left();
+        CHECK(allocations < 1000);
+    }
+    CHECK(state.contexts.exchange(0) == 1); // for the rest of the process
+    CHECK(state.streams == 0 && state.hosts == 0);
+}
+
+void operations_on_one_gpu_have_page_locked_memory_each() {
+    storage_driver::have(kPid, {sample::random_bytes(4096, 1), {}});
+    storage_driver::have(kPid + 1, {sample::random_bytes(4096, 2), {}});
+    CustomStorage storage = new_storage();
+    storage.prepare({uuid(0), uuid(1)}, 1);
+    CHECK(storage.have_lanes({uuid(0)}));
+    CHECK(!storage.have_lanes({uuid(0), uuid(1)}));
+    for (int round = 0; round < 2; ++round) { // what was made is used again
+        CustomStorage::Operation operations[2];
+        std::atomic<bool> held = false;
+        for (CustomStorage::Operation& operation : operations)
+            storage.reserve({uuid(0)}, operation);
+        CHECK(state.hosts == 2);
+        storage.checkpoint(kPid, operations[0], held);
+        storage.checkpoint(kPid + 1, operations[1], held);
+        {
+            const CustomStorage::Lane one(storage, operations[0].devices().front());
+            const CustomStorage::Lane other(storage, operations[1].devices().front());
+            CHECK(one.memory() != other.memory());
+        }
+        for (CustomStorage::Operation& operation : operations)
+            operation.complete();
+    }
+    CHECK(state.hosts == 2 && state.late == 0);
+}
+
+void a_lane_that_may_be_in_use_is_not_given_to_others() {
+    HandedOver of(4096);
+    std::optional<CustomStorage::Lane> lane(std::in_place, of.storage, of.device());
+    const std::byte* const first = lane->memory();
+    std::thread([&] { lane.reset(); }).join(); // one without a context of its own
+    lane.emplace(of.storage, of.device());
+    CHECK(lane->memory() == first);
+    state.synchronizes = false;
+    lane.reset();
+    state.synchronizes = true;
+    const int hosts = state.hosts;
+    lane.emplace(of.storage, of.device());
+    CHECK(lane->memory() != first);
+    CHECK(state.hosts == hosts + 1); // nor was it freed
+}
+
+void half_of_a_source_is_lent_and_the_rest_is_copied() {
+    HandedOver of(kBlocks * kBlock);
+    DeviceSource source(of.storage, of.devices, of.moved_at);
+    std::vector<std::pair<std::uint64_t, MutBytes>> lent;
+    for (std::size_t block = 0; block < kBlocks; ++block) {
+        const std::uint64_t address = device_address(0, block * kBlock);
+        const MutBytes bytes = source.lend(address, kPiece);
+        CHECK(bytes.empty() == (block >= kBlocks / 2));
+        if (!bytes.empty())
+            lent.emplace_back(address, bytes);
+        else
+            CHECK(!source.lend(lent.back().first + kPiece, 1).empty()); // it waits already
+        if (bytes.empty())
+            source.take_back(lent.back().first + kPiece, lent.back().second.first(1));
+    }
+    sample::Buffer copy(kPiece);
+    source.read(device_address(0, (kBlocks - 1) * kBlock), copy);
+    CHECK(std::memcmp(copy.data(), of.memory().data() + (kBlocks - 1) * kBlock, kPiece) == 0);
+    for (const auto& [address, bytes] : lent) {
+        CHECK(std::memcmp(bytes.data(), of.memory().data() + device_offset(address), kPiece) == 0);
+        source.take_back(address, bytes);
+    }
+    const std::uint64_t address = device_address(0, (kBlocks - 2) * kBlock);
+    const MutBytes again = source.lend(address, kPiece);
+    CHECK(!again.empty());
+    source.take_back(address, again);
+}
+
+void half_of_a_sink_is_lent_and_the_rest_is_copied() {
+    HandedOver of(kPieces * kPiece);
+    DeviceSink sink(of.storage, of.devices, of.moved_at);
+    const auto address = [](std::size_t piece) { return device_address(0, piece * kPiece); };
+    std::vector<MutBytes> lent;
+    for (std::size_t piece = 0; piece < kPieces; ++piece) {
+        const MutBytes bytes = sink.lend(address(piece), kPiece);
+        CHECK(bytes.empty() == (piece >= kPieces / 2));
+        if (!bytes.empty())
+            lent.push_back(bytes);
+    }
+    const sample::Buffer written = sample::random_bytes(kPieces / 2 * kPiece, 3);
+    sink.write(address(kPieces / 2), written);
+    for (std::size_t piece = 0; piece < lent.size(); ++piece) {
+        std::ranges::fill(lent[piece], std::byte{5});
+        if (piece % 2 == 0)
+            sink.put(address(piece), lent[piece]);
+        else
+            sink.take_back(address(piece), lent[piece]);
+    }
+    CHECK(!sink.lend(address(0), kPiece).empty());
+    sink.finish();
+    CHECK(std::memcmp(of.memory().data() + CopyLane::kSize / 2, written.data(), written.size()) ==
+          0);
+    for (std::size_t piece = 0; piece < lent.size(); ++piece)
+        CHECK(of.memory()[piece * kPiece] == std::byte(piece % 2 == 0 ? 5 : 0));
+}
+
+// An undo has no memory to lose.
+void what_a_sink_takes_back_needs_no_memory() {
+    HandedOver of(kPieces * kPiece);
+    DeviceSink sink(of.storage, of.devices, of.moved_at);
+    allocations_left = 0;
+    for (std::size_t i = 0; i < 4 * kPieces; ++i) {
+        const std::uint64_t address = device_address(0, i % kPieces * kPiece);
+        const MutBytes bytes = sink.lend(address, kPiece);
+        CHECK(bytes.size() == kPiece);
+        if (i % 2 == 0)
+            sink.put(address, bytes);
+        else
+            sink.take_back(address, bytes);
+    }
+    allocations_left = -1;
+}
+
+} // namespace
+
+int main() {
+    what_cannot_be_prepared_leaves_nothing_behind();
+    operations_on_one_gpu_have_page_locked_memory_each();
+    a_lane_that_may_be_in_use_is_not_given_to_others();
+    half_of_a_source_is_lent_and_the_rest_is_copied();
+    half_of_a_sink_is_lent_and_the_rest_is_copied();
+    what_a_sink_takes_back_needs_no_memory();
+}

@@ -1,0 +1,201 @@
+// SPDX-License-Identifier: Apache-2.0
+// Once the driver has handed GPU memory over, no page-locked memory is asked for; what fails all the same loses nothing.
+#include "check.hpp"
+#include "child.hpp"
+#include "sample.hpp"
+#include "storage_driver.hpp"
+
+#include "cuda_plugin/direct_work.hpp"
+#include "cuda_plugin/driver_library.hpp"
+
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <array>
+#include <cerrno>
+#include <functional>
+#include <string>
+#include <vector>
+
+using namespace gpustasis;
+using sample::Buffer;
+using storage_driver::state;
+using storage_driver::uuid;
+
+namespace {
+
+/// Reads all, and stores nothing.
+class Reading final : public DirectStore {
+public:
+    WriteResult write(TaskRecord&, const DriverFacts&, const UndoImages&,
+                      const std::function<Memory()>& open) override {
+        const Memory memory = open();
+        if (const auto first = std::exchange(meanwhile, nullptr))
+            first();
+        read.clear();
+        for (const Region& region : memory.regions) {
+            Buffer bytes(region.length);
+            memory.source->read(region.address, bytes);
+            read[device_number(region.address)] = std::move(bytes);
+        }
+        return {};
+    }
+    std::vector<int> descriptors() const override { return {}; }
+
+    std::function<void()> meanwhile; ///< once, when memory was handed over
+    std::map<std::size_t, Buffer> read;
+};
+
+struct Rig {
+    Rig() {
+        state.checkpoints = state.late = state.asked = 0;
+        state.nvml_answers = true;
+    }
+    sample::TempDir dir;
+    Lineage lineage{dir.fd()};
+    UndoImages images{lineage};
+    Config config = [] {
+        Config ours;
+        ours.driver = ours.nvml = "";
+        return ours;
+    }();
+    Reading store;
+    DriverLibrary driver{config.driver, config.nvml};
+    DirectWork work{config, images, &store};
+};
+
+/// This process has both GPUs open, and its children inherit that.
+void open_gpus(const sample::TempDir& dir) {
+    for (const char* name : {"nvidia0", "nvidia1"})
+        CHECK(::open(dir.path(name).c_str(), O_RDWR | O_CREAT, 0600) >= 0);
+}
+
+std::array<Buffer, 2> some_memory(bool on_both) {
+    return {sample::random_bytes(12 << 20, 1),
+            on_both ? sample::random_bytes(8 << 20, 2) : Buffer{}};
+}
+
+TaskRecord& fresh(TaskRecord& record, pid_t pid) {
+    record.pid = pid;
+    record.image_pid = static_cast<std::uint32_t>(pid);
+    record.checkpoint_id = sample::id_of(1);
+    return record;
+}
+
+bool is_locked(pid_t pid) {
+    return state.states.at(pid) == static_cast<int>(ProcessState::locked);
+}
+
+void a_gpu_of_which_nothing_is_known_is_ready_before_memory_is_handed_over() {
+    for (const bool answers : {false, true}) { // and lists no process
+        Rig rig;
+        state.nvml_answers = answers;
+        TaskRecord record;
+        fresh(record, ::getpid());
+        const auto memory = some_memory(true);
+        storage_driver::have(record.pid, memory);
+        rig.work.prepare(rig.driver, record.pid, {uuid(0), uuid(1)}, 1);
+        rig.work.checkpoint(rig.driver, record);
+        CHECK(record.direct.stored && !record.direct.held);
+        CHECK(state.asked != 0);
+        CHECK(state.late == 0);
+        CHECK(rig.store.read[0] == memory[0] && rig.store.read[1] == memory[1]);
+    }
+}
+
+void where_no_page_can_be_locked_the_driver_is_not_asked() {
+    Rig rig;
+    TaskRecord record;
+    fresh(record, ::getpid());
+    const auto memory = some_memory(true);
+    storage_driver::have(record.pid, memory);
+    rig.work.prepare(rig.driver, record.pid, {uuid(0), uuid(1)}, 1);
+    state.host_allocs_left = 0;
+    CHECK_THROWS(Errc::io, rig.work.checkpoint(rig.driver, record));
+    CHECK(state.checkpoints == 0 && !record.direct.held && is_locked(record.pid));
+    rig.work.restore(rig.driver, record, {}); // as an undo does
+    CHECK(is_locked(record.pid) && state.memory[record.pid] == memory);
+    state.host_allocs_left = 1000;
+}
+
+void who_was_not_prepared_here_is_not_begun() {
+    Rig rig;
+    TaskRecord record;
+    fresh(record, ::getpid());
+    storage_driver::have(record.pid, some_memory(false));
+    CHECK_THROWS(Errc::io, rig.work.checkpoint(rig.driver, record));
+    CHECK(state.checkpoints == 0 && is_locked(record.pid));
+}
+
+void nvml_is_not_asked_because_of_the_gpus_of_other_tasks() {
+    Rig rig;
+    const Child other;
+    TaskRecord record;
+    fresh(record, ::getpid());
+    storage_driver::have(record.pid, some_memory(false));
+    rig.work.prepare(rig.driver, record.pid, {uuid(0)}, 1);
+    rig.work.prepare(rig.driver, other.pid(), {uuid(0), uuid(1)}, 1);
+    rig.work.checkpoint(rig.driver, record);
+    CHECK(record.direct.stored && state.asked == 0 && state.late == 0);
+}
+
+void tasks_that_are_at_work_on_one_gpu_at_once_are_ready_before_each() {
+    Rig rig;
+    const Child other;
+    TaskRecord one, two;
+    const auto memory = some_memory(false);
+    for (TaskRecord* record : {&fresh(one, ::getpid()), &fresh(two, other.pid())}) {
+        storage_driver::have(record->pid, memory);
+        rig.work.prepare(rig.driver, record->pid, {uuid(0)}, 1);
+    }
+    int late_of_first = 0;
+    rig.store.meanwhile = [&] {
+        state.in_flight = 0; // the first one's is no concern of the second
+        rig.work.checkpoint(rig.driver, two);
+        late_of_first = state.late;
+        state.in_flight = 1;
+    };
+    rig.work.checkpoint(rig.driver, one);
+    CHECK(one.direct.stored && two.direct.stored);
+    CHECK(late_of_first == 0 && state.late == 0);
+    CHECK(rig.store.read[0] == memory[0]);
+}
+
+// Of a GPU that NVML has said nothing of, and that another task has had prepared.
+void what_cannot_be_copied_stays_on_the_gpus_until_it_can() {
+    Rig rig;
+    const Child other;
+    TaskRecord record;
+    fresh(record, ::getpid());
+    const auto memory = some_memory(true);
+    storage_driver::have(record.pid, memory);
+    rig.work.prepare(rig.driver, record.pid, {uuid(0)}, 1);
+    rig.work.prepare(rig.driver, other.pid(), {uuid(1)}, 0);
+    state.host_allocs_left = 0;
+    try {
+        rig.work.checkpoint(rig.driver, record);
+        CHECK(false && "nothing was thrown");
+    } catch (const Error& e) {
+        CHECK(std::string(e.what()).find("it stays on the GPU") != std::string::npos);
+    }
+    CHECK(record.direct.held && !record.direct.stored);
+    CHECK_THROWS(Errc::io, rig.work.restore(rig.driver, record, {}));
+    CHECK(record.direct.held && state.memory[record.pid] == memory);
+    state.host_allocs_left = 1000;
+    rig.work.restore(rig.driver, record, {});
+    CHECK(!record.direct.held && is_locked(record.pid));
+    CHECK(state.memory[record.pid] == memory);
+}
+
+} // namespace
+
+int main() {
+    const sample::TempDir dir;
+    open_gpus(dir);
+    a_gpu_of_which_nothing_is_known_is_ready_before_memory_is_handed_over();
+    where_no_page_can_be_locked_the_driver_is_not_asked();
+    who_was_not_prepared_here_is_not_begun();
+    nvml_is_not_asked_because_of_the_gpus_of_other_tasks();
+    tasks_that_are_at_work_on_one_gpu_at_once_are_ready_before_each();
+    what_cannot_be_copied_stays_on_the_gpus_until_it_can();
+}
