@@ -109,7 +109,8 @@ def test_what_comes_back_is_hashed_and_not_tried_with_lz4() -> None:
     way = Way(direct=True, in_memory=True)
     quick = Rates(down=1000, up=1000)
     found = predict(way, Shape(tasks=1, gpus=1, size=100), quick, host)
-    assert (found.down, found.up) == (pytest.approx(35), pytest.approx(17))
+    assert found.down == pytest.approx(35)
+    assert found.up == pytest.approx(17)
 
 
 @given(way=WAYS, shape=SHAPES, rates=ALL_RATES, host=HOSTS)

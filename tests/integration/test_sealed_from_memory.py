@@ -17,6 +17,7 @@ import pytest
 
 from campaigns.rig import Rig, small_filesystem
 from gpustasis._core import ARENA_MARKER
+from gpustasis.draining.drain import locked
 from gpustasis.image.arena import Tier, stored_directory, tier_of
 from gpustasis.image.peer_record import PEER_RECORD
 from gpustasis.sealing import seal as sealing_module
@@ -243,12 +244,11 @@ def test_one_that_is_drained_before_the_lock_is_had_is_sealed_from_the_disk(
     with newest_rig.job(mib=8) as job:
         images = dump(newest_rig, job, **ram(arena))
         job.wait()
-        lock = sealing_module.locked
 
         def drained_first(directory: Path) -> object:
             done = gpustasis(newest_rig, "drain", images)
             assert done.returncode == 0, done.stderr
-            return lock(directory)
+            return locked(directory)
 
         monkeypatch.setattr(sealing_module, "locked", drained_first)
         done = sealing_module.seal(images, read_recipients([me.certificate]), tmp_path / "sealed")
