@@ -28,11 +28,11 @@ _POLL_S = 0.1
 
 
 @contextmanager
-def alone_with(pid: int) -> Iterator[None]:
-    """Nobody dumps or recovers process `pid` meanwhile. Raises CheckpointError if somebody does, or
-    if that cannot be told."""
+def alone_with(pid: int, who: str = "gpustasis recover") -> Iterator[None]:
+    """Nobody dumps or recovers process `pid` meanwhile. who: this program, named to others. Raises
+    CheckpointError if somebody does, or if that cannot be told."""
     try:
-        lock = DumpLock(read_task(pid).pid, f"gpustasis recover, process {os.getpid()}")
+        lock = DumpLock(read_task(pid).pid, f"{who}, process {os.getpid()}")
     except (ValueError, OSError, NotImplementedError) as exc:
         raise CheckpointError(f"process {pid} was left as it is: {exc}") from exc
     try:

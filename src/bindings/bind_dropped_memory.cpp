@@ -202,6 +202,7 @@ private:
 void bind_lock(py::module_& m) {
     py::class_<HeldLock>(m, "DumpLock", "Keeps dumps and recoveries of a process away.")
         .def(py::init<pid_t, std::string>(), py::arg("pid"), py::arg("who"),
+             py::call_guard<py::gil_scoped_release>(), // it may wait for another to let it go
              "who: this process and what it does, to be named to others. Raises\n"
              "UnsupportedDataError if another holds it, naming that one; OSError, also if there "
              "is no such\nprocess; ValueError if others could write the file.")

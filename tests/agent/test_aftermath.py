@@ -8,6 +8,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -267,6 +269,23 @@ def test_what_is_locked_when_a_dump_begins_is_not_written_down(
     Work(operation, config(verify=False), None)._note_running(job.pid)
     driver.unlock(job.pid)
     assert operation.running == []
+
+
+def test_who_is_stopped_is_not_asked(
+    gpu_generations: Callable[..., Job], driver: Driver, images: Path
+) -> None:
+    """The driver would not answer, and the plugin refuses it."""
+    job = gpu_generations()
+    os.kill(job.pid, signal.SIGSTOP)
+    try:
+        operation, before = at_work(job, images), threading.active_count()
+        begin = time.monotonic()
+        Work(operation, config(verify=False), None)._note_running(job.pid)
+        assert time.monotonic() - begin < 5.0 and threading.active_count() == before
+        assert operation.running == []
+    finally:
+        os.kill(job.pid, signal.SIGCONT)
+    check_memory(job, 0)
 
 
 def test_one_that_runs_needs_no_command(

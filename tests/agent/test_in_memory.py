@@ -179,8 +179,12 @@ def test_what_was_lost_with_another_boot_is_removed(made: Path, directory: Path)
     assert not local.images.exists()
 
 
-def drains_of(directory: Path, told: list[Path]) -> Drains:
-    return Drains(Config(store=directory.parent.parent), told.append)
+Told = list[tuple[Path, Tier | None]]
+
+
+def drains_of(directory: Path, told: Told) -> Drains:
+    store = directory.parent.parent
+    return Drains(Config(store=store), lambda place, tier: told.append((place, tier)))
 
 
 @pytest.mark.parametrize("act", [hide, open_to_all, make_newer, lose_image])
@@ -189,7 +193,7 @@ def test_what_cannot_be_drained_now_stays_to_be_drained(
 ) -> None:
     """The last look before a reboot must not say that all is on the disk."""
     act(make_local(made, directory / NAME, 1))
-    told: list[Path] = []
+    told: Told = []
     drains = drains_of(directory, told)
     drains.start(lambda _: False)
     assert not drains.close(30.0)
@@ -209,23 +213,23 @@ def test_what_is_lost_for_certain_holds_up_nothing(
     made: Path, directory: Path, act: Callable[[Local], None]
 ) -> None:
     act(make_local(made, directory / NAME, 1))
-    told: list[Path] = []
+    told: Told = []
     drains = drains_of(directory, told)
     drains.start(lambda _: False)
     assert drains.close(30.0)
-    assert told == [] and drains.count() == 0
+    assert told == [(directory / NAME, None)] and drains.count() == 0
 
 
 def test_what_is_not_settled_counts_until_it_is_drained(made: Path, directory: Path) -> None:
     """Its dump has not ended when the agent starts."""
-    images, told = directory / NAME, list[Path]()
+    images, told = directory / NAME, Told()
     make_drainable(made, images)
     drains = drains_of(directory, told)
     drains.start(lambda _: True)
     assert drains.count() == 1
     drains.add(images)
     assert drains.close(60.0)
-    assert tier_of(images) is Tier.DURABLE and told == [images]
+    assert tier_of(images) is Tier.DURABLE and told == [(images, Tier.DURABLE)]
     make_drainable(made, directory / "another")
     drains = drains_of(directory, told)
     drains.start(lambda _: True)
@@ -234,10 +238,10 @@ def test_what_is_not_settled_counts_until_it_is_drained(made: Path, directory: P
 
 def test_what_others_have_drained_is_told(made: Path, directory: Path) -> None:
     """Before the agent was started, and after."""
-    images, told = directory / NAME, list[Path]()
+    images, told = directory / NAME, Told()
     make_drainable(made, images)
     drain(images)
     drains = drains_of(directory, told)
     drains.start(lambda _: False, [images, directory / "pruned"])
     assert drains.close(30.0)
-    assert told == [images]
+    assert told == [(images, Tier.DURABLE), (directory / "pruned", None)]

@@ -94,7 +94,7 @@ class _Agent:
         self._journal = journal
         self._metrics = Metrics()
         self._queue = Queue(config, journal, self._ended)
-        self._drains = Drains(config, self._queue.note_durable)
+        self._drains = Drains(config, self._queue.note_drained)
         unfinished = self._load()
         self._periodic = Periodic(config, self._queue, time.time())
         self._server = Server(config, Requests(config, self._queue, self._periodic.next_due))

@@ -37,12 +37,12 @@ class _StoppedError(Exception):
 
 
 class Drains:
-    """Until close() is called. on_durable: told of each that is on the disk by now, whoever has
-    drained it."""
+    """Until close() is called. on_end: told of each that is on the disk by now, whoever has drained
+    it, and with None of each that is no more."""
 
-    def __init__(self, config: Config, on_durable: Callable[[Path], None]) -> None:
+    def __init__(self, config: Config, on_end: Callable[[Path, Tier | None], None]) -> None:
         self._config = config
-        self._on_durable = on_durable
+        self._on_end = on_end
         self._changed = threading.Condition()
         self._todo: dict[Path, str] = {}  # and why it could not be drained the last time
         self._not_over: set[Path] = set()
@@ -128,21 +128,23 @@ class Drains:
                 entry = read_entry(place)
                 if entry.unread:
                     raise ImageError(entry.unread)
-                if not entry.incomplete:  # else it was pruned, or given up
-                    self._on_durable(place)
+                # Else it was pruned, or given up.
+                self._on_end(place, None if entry.incomplete else Tier.DURABLE)
                 return ""
             entry = read_entry(place)
             if why_not := entry.unread or entry.incomplete:
                 if not _is_lost(place) and not is_broken_off(entry):
                     raise ImageError(why_not)
                 log.warning("%s is not drained: %s", place, why_not)
+                self._on_end(place, None)
                 return ""
             drain(place, rate=self._config.drain_rate, on_progress=self._tell)
             log.info("%s is %s after %.1f s", place, Tier.DURABLE.value, time.monotonic() - begin)
-            self._on_durable(place)
+            self._on_end(place, Tier.DURABLE)
         except (CheckpointError, OSError) as exc:
             with suppress(CheckpointError):
                 if not is_there(place):
+                    self._on_end(place, None)
                     return ""
             log.warning("%s is not drained yet: %s", place, exc)
             return str(exc)

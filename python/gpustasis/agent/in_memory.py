@@ -98,7 +98,8 @@ def _why_unmarked(directory: Path) -> str:
     if not is_there(arena):
         return ""
     for one in look_into(arena).kept:
-        if is_images_of(directory, one.owner):
+        # A complete one had its marker: it is of another directory, whose number this one has now.
+        if is_images_of(directory, one.owner) and not is_there(one.directory / MANIFEST_NAME):
             recycle(arena)
             if is_there(one.directory):
                 return f"its memory is in {one.directory}, and may be needed"

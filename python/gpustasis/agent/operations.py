@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 
 KEPT = 1000  # of those of one user that have ended
 INTERVAL = "interval"  # the origin of what nobody has asked for
+GONE = "gone"
 _MAX_BYTES = 1 << 16
 _MAX_ERROR = 4096  # bytes in JSON
 _ID = re.compile(r"[0-9a-f]{16}")
@@ -53,7 +54,8 @@ class Figures:
     """Of a checkpoint. duration_s: from its begin to its end; downtime_s: what of that the job
     stood; None: not known. size_bytes: memory that it holds; stored_bytes: what it takes on the
     disk. gpu_bytes: memory of GPUs. verified: it was read again, and is right. tier: "local": it is
-    in memory, and is still to be drained; "durable": it is on the disk."""
+    in memory, and is still to be drained; "durable": it is on the disk; GONE: it was in memory, and
+    is lost or was given up."""
 
     duration_s: float
     downtime_s: float | None

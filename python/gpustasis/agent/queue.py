@@ -17,7 +17,7 @@ from pathlib import Path
 
 from gpustasis.agent import containers, space
 from gpustasis.agent.config import Config, Target
-from gpustasis.agent.operations import INTERVAL, KEPT, Journal, Operation, State
+from gpustasis.agent.operations import GONE, INTERVAL, KEPT, Journal, Operation, State
 from gpustasis.agent.space import Need, disk_used
 from gpustasis.agent.subjects import Held, tree_pids
 from gpustasis.agent.work import REQUESTED, Work, is_in_memory
@@ -140,13 +140,14 @@ class Queue:
         with self._lock:
             self._unsettled.pop(operation.id, None)
 
-    def note_durable(self, place: Path) -> None:
-        """The checkpoint there is on the disk now."""
-        stored = disk_used(place)
+    def note_drained(self, place: Path, tier: Tier | None) -> None:
+        """The checkpoint there is on the disk now; None: it is lost, or was given up."""
+        stored = disk_used(place) if tier else 0
         with self._lock:
             for one in self.operations.values():
                 if one.place == str(place) and one.figures is not None:
-                    one.figures = replace(one.figures, tier=Tier.DURABLE.value, stored_bytes=stored)
+                    now = tier.value if tier else GONE
+                    one.figures = replace(one.figures, tier=now, stored_bytes=stored)
                     break
             else:
                 return
@@ -154,7 +155,7 @@ class Queue:
             self._journal.write(one)
         except AgentError as exc:
             log.warning("%s", exc)
-        self._log("drained", one)
+        self._log("drained" if tier else "no longer in memory, and not drained", one)
 
     def last_done(self, like: Operation) -> Operation | None:
         """The last checkpoint of that subject that the same user has asked for, of the same target,

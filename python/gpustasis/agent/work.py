@@ -22,6 +22,7 @@ from gpustasis.agent.in_memory import is_broken_off, why_not_given_up
 from gpustasis.agent.operations import Figures, Operation
 from gpustasis.agent.space import disk_used
 from gpustasis.agent.subjects import Held, require_all_of, require_not_ours, tree_pids
+from gpustasis.answering import TimedOutError
 from gpustasis.criu.images import dump_figures
 from gpustasis.criu.run import Run
 from gpustasis.dump_records import alone_with, find_begun, find_dropped
@@ -163,10 +164,19 @@ class Work:
         """Write down who runs, for the agent that comes after one that was killed together with its
         criu: what is locked then, this dump has locked. Who cannot be asked is left out."""
         found = []
-        for one in tree_pids(pid):
-            with suppress(CheckpointError):
-                if has_driver_thread(one) and driver_state(one) == "running":
-                    found.append((one, read_task(one).start_time))
+        with suppress(TimedOutError):  # then no other is asked: each would hold this up as long
+            for one in tree_pids(pid):
+                try:
+                    task = read_task(one)
+                    # A stopped one answers nothing, and the plugin refuses it.
+                    if task.state in "tT" or not has_driver_thread(one):
+                        continue
+                    if driver_state(one) == "running":
+                        found.append((one, task.start_time))
+                except TimedOutError:
+                    raise
+                except CheckpointError:
+                    continue
         self.operation.running = found[:_MOST_RUNNING]
         self.write_down(self.operation)
 
@@ -289,7 +299,7 @@ def driver_state(pid: int) -> str:
     it is under way."""
     if misled := misleading_thread(pid):
         raise CheckpointError(f"{misled}; the driver is not asked about it")
-    with alone_with(pid):
+    with alone_with(pid, "gpustasis agent"):
         return state_of(load_driver(), pid).name.lower()
 
 

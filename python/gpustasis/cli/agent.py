@@ -120,20 +120,23 @@ def _line(operation: dict[str, Any]) -> str:
     stood = figures["downtime_s"]
     text = "" if stood is None else f", {stood:.2f} s of standing still"
     emulated = " (emulator: no real GPU)" if figures["emulated"] else ""
-    local = ", in memory only, until the agent has drained it" if _is_local(figures) else ""
+    local = _tier(figures, ", until the agent has drained it")
     return (
         f"{_what(operation)} is in {operation['place']}{local}: {mib(figures['size_bytes'])} in "
         f"{mib(figures['stored_bytes'])}{text} ({figures['duration_s']:.2f} s){emulated}"
     )
 
 
-def _is_local(figures: dict[str, Any] | None) -> bool:
-    """Whether the checkpoint of these figures is not drained."""
-    return figures is not None and figures["tier"] == "local"
+def _tier(figures: dict[str, Any] | None, more: str = "") -> str:
+    """What is to be said of a checkpoint that is not on the disk."""
+    tier = "durable" if figures is None else figures["tier"]
+    return {"local": f", in memory only{more}", "gone": ", which was in memory only: gone"}.get(
+        tier, ""
+    )
 
 
 def _row(operation: dict[str, Any]) -> tuple[object, ...]:
-    place = operation["place"] + (", in memory only" if _is_local(operation["figures"]) else "")
+    place = operation["place"] + _tier(operation["figures"])
     result = operation["error"] or operation["note"] or place
     return (
         operation["id"],

@@ -31,7 +31,7 @@ from gpustasis._core import (
     write_manifest,
 )
 from gpustasis.criu.images import INVENTORY_NAME
-from gpustasis.draining.recycle import arena_of, recycle, times_of
+from gpustasis.draining.recycle import arena_of, note_over, recycle, times_of
 from gpustasis.draining.syncing import opened_to_sync, require_synced, sync_noted
 from gpustasis.errors import CheckpointError, ImageError, LocalError
 from gpustasis.files import sync_directory
@@ -191,6 +191,8 @@ def _drain_opened(
                 _take_time(marker, directory)
             (directory / ARENA_MARKER).unlink()
             sync_directory(directory)
+            if marker is not None:
+                note_over(marker)
     if marker is not None and (arena := arena_of(marker)) is not None:
         recycle(arena)
     return (*done, checkpoint_id)

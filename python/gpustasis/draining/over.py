@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a checkpoint in an arena is of use no more, by what is in its image directory."""
+"""Whether a checkpoint in an arena is of use no more: by a note there, or by what is in its image
+directory."""
 
 from __future__ import annotations
 
@@ -10,13 +11,17 @@ from gpustasis.criu.images import INVENTORY_NAME
 from gpustasis.image.arena import images_of, is_inventory_of, own_marker
 from gpustasis.image.directory import is_there
 
+OVER = ".over"  # drained or given up: its image directory may hold another one by now
+
 
 def is_over(directory: Path, owner: ArenaOwner) -> bool:
-    """Whether the image directory does without it: it has all, or another checkpoint by now, or one
-    whose dump was broken off. If it is not there, it may be on a disk that is not mounted.
+    """Whether the image directory does without it: it has all, or it was given up, or its dump was
+    broken off. If the image directory is not there, it may be on a disk that is not mounted.
 
     All is looked at in the directory that was found to be the owner's: a marker is missing in any
     other that somebody puts in its place meanwhile."""
+    if is_there(directory / OVER):
+        return True
     try:
         with images_of(owner) as images:
             if images is None:

@@ -32,7 +32,7 @@ from gpustasis._core import (
     read_arena_owner,
     require_arena,
 )
-from gpustasis.draining.over import is_over
+from gpustasis.draining.over import OVER, is_over
 from gpustasis.errors import CheckpointError, ImageError, UnsupportedError
 from gpustasis.image.arena import images_of, own_marker
 from gpustasis.image.directory import is_there, try_exclude
@@ -44,7 +44,7 @@ RESERVED = "reserved"  # src/cuda_plugin/arena_room.hpp
 SYNCING = ".syncing"  # of a drain: it syncs files of criu, or was killed while it did
 UNSYNCED = ".unsynced"  # of a drain: names a file of criu that may not be on the disk
 # What is written in the directory of a checkpoint: its name, and that of what is not complete yet.
-_FILE = rf"gpustasis-.+\.img|{PARENT_LINK}|{ARENA_OWNER}|{RESERVED}|\.syncing|\.unsynced"
+_FILE = rf"gpustasis-.+\.img|{PARENT_LINK}|{ARENA_OWNER}|{RESERVED}|\.(syncing|unsynced|over)"
 _OF_DUMP = re.compile(rf"({_FILE})|\.({_FILE})\.part|\.\.({_FILE})\.part\.part")
 _ID = re.compile(r"[0-9a-f]{32}")
 # A dump writes the owner a moment after it has made the directory: one that is older is nobody's.
@@ -178,6 +178,14 @@ def times_of(marker: ArenaMarker) -> tuple[int, int] | None:
         made = (inside / MANIFEST_NAME).lstat()
         return made.st_atime_ns, made.st_mtime_ns
     return None
+
+
+def note_over(marker: ArenaMarker) -> None:
+    """Write down in that directory that its checkpoint is drained or given up, and the marker gone:
+    somebody may read it, or need it, when it could be recycled. Without the note it stays as long
+    as the image directory does not say so itself."""
+    with suppress(*_ERRORS), _marked(marker) as inside:
+        (inside / OVER).touch(mode=0o600)
 
 
 @contextmanager
@@ -344,7 +352,7 @@ def _empty(inside: Path, directory: Path, owner: ArenaOwner | None, largest: int
         if owner is not None:
             limit = owner.pool or min(largest, owner.limit // 2)
             room = limit - size_of(Path(f"/proc/self/fd/{pool}"))
-        for name in (MANIFEST_NAME, SYNCING, UNSYNCED):
+        for name in (MANIFEST_NAME, SYNCING, UNSYNCED, OVER):
             (directory / name).unlink(missing_ok=True)
         files = sorted(
             ((path.lstat(), path) for path in directory.iterdir() if path.name != ARENA_OWNER),

@@ -25,6 +25,7 @@ from gpustasis.draining.recycle import (
     give_up,
     is_name,
     look_into,
+    note_over,
     recycle,
     size_of,
 )
@@ -223,6 +224,7 @@ def _give_up_marker(checkpoint: Path) -> ArenaMarker:
             if is_there(checkpoint / MANIFEST_NAME):
                 raise ImageError(f"{checkpoint} was drained a moment ago: it is durable")
             own.unlink()
+            note_over(marker)
     except BlockingIOError as exc:
         raise CheckpointError(f"{path} is locked: a drain or a dump is at work") from exc
     except OSError as exc:

@@ -17,6 +17,7 @@ from typing import Any
 
 from gpustasis._core import ARENA_OWNER, MANIFEST_NAME
 from gpustasis.criu.images import inventory_plugins
+from gpustasis.draining.over import OVER
 from gpustasis.draining.recycle import RESERVED, SYNCING
 from gpustasis.errors import CheckpointError, ImageError, JobError
 from gpustasis.files import open_regular
@@ -181,7 +182,9 @@ def stamp_of(directory: Path) -> str:
         return _stamp(
             directory, [n for n in os.listdir(directory) if not _NOT_COVERED.fullmatch(n)]
         )
-    ours = [name for name in os.listdir(stored) if name not in (ARENA_OWNER, RESERVED, SYNCING)]
+    ours = [
+        name for name in os.listdir(stored) if name not in (ARENA_OWNER, RESERVED, SYNCING, OVER)
+    ]
     return f"{criu_stamp_of(directory)}-{_stamp(stored, ours)}"
 
 
