@@ -148,7 +148,9 @@ void DirectWork::prepare(DriverLibrary& driver, pid_t pid, const std::vector<Id>
 }
 
 // Those whose memory has to be copied. The task ran until it was locked, and may have begun to use another one since
-// prepare(): NVML is asked for that only if a lane may be lacking, as the task waits meanwhile.
+// prepare(): NVML is asked for that only if a GPU has no lane at all, as the task waits meanwhile. If others use the lane
+// of such a GPU, one is made when the memory is handed over already; if it cannot be, the memory stays on the GPUs, and
+// restore() tries again.
 std::vector<Id> DirectWork::gpus_to_copy(DriverLibrary& driver, pid_t pid, const Held& mine) {
     if (mine.gpus.empty())
         throw Error(Errc::io, "this worker has not prepared its GPUs");
