@@ -332,7 +332,8 @@ def _is_out_of_reach(bound: dict[str, Any]) -> bool:
         return False
     sign, limit = bound["bound"].split()
     holds = operator.ge if sign == ">=" else operator.le
-    is_beaten = bound["measured"] is not None and holds(bound["measured"], bound["in_turn"])
+    beats = operator.gt if sign == ">=" else operator.lt
+    is_beaten = bound["measured"] is not None and beats(bound["measured"], bound["in_turn"])
     return not is_beaten and not holds(bound["in_turn"], float(limit))
 
 
