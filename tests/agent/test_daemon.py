@@ -136,8 +136,10 @@ def test_tasks_that_are_only_locked_run_on_when_all_were_killed(
             time.sleep(LOCK_S * 1.2)
         assert read_task(job.pid).tracer == 0 and find_begun(job.pid) is None
         agent.stop(signal.SIGKILL)
-        for pid in find_users(place, "criu", "ld-linux-x86-64", WORKER_COMM, GUARDIAN_COMM):
-            send(pid, signal.SIGKILL)
+        stopped = find_users(place, "criu", "ld-linux-x86-64", WORKER_COMM, GUARDIAN_COMM)
+        for number in (signal.SIGSTOP, signal.SIGKILL):  # else one would act on another's end
+            for pid in stopped:
+                send(pid, number)
     finally:
         for pid in stopped:
             send(pid, signal.SIGCONT)

@@ -97,7 +97,18 @@ PYTHON_ARROWS = {
     },
     "jit": {"cli"},
     "agent": {
-        *("__init__", "errors", "files", "task", "process", "nvml", "criu", "image", "streaming"),
+        *(
+            "__init__",
+            "answering",
+            "errors",
+            "files",
+            "task",
+            "process",
+            "nvml",
+            "criu",
+            "image",
+            "streaming",
+        ),
         *(
             "runtimes",
             "jobs",
