@@ -171,3 +171,19 @@ def test_limits_of_a_disk_are_of_eight_threads(disk: Medium) -> None:
 def _of_process(figure: str) -> int:
     lines = Path("/proc/self/io").read_text(encoding="ascii").splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{figure}:"))
+
+
+def test_limits_of_a_tmpfs_tell_new_pages_from_those_that_are_there() -> None:
+    folder = TMPFS / f"gpustasis-test-{os.getpid()}"
+    folder.mkdir()
+    in_memory = Medium(name="tmpfs", folder=folder, filesystem="tmpfs")
+    try:
+        written = _of_process("wchar")
+        found = measure_limits([in_memory], 16 * MIB)["tmpfs"]
+        assert set(found) == {"write", "rewrite", "read"}
+        assert all(set(rates) == {"1", "2"} for rates in found.values())
+        # By one thread and by two, three times each: once, twice, and once to be read.
+        assert _of_process("wchar") - written >= 2 * 3 * (1 + 2 + 1) * 16 * MIB
+        assert list(folder.iterdir()) == []
+    finally:
+        shutil.rmtree(folder)

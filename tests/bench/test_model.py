@@ -178,16 +178,24 @@ def test_the_machine_of_a_run() -> None:
         "drop": {"1": 15.0},
         "xxh3": 60.0,
         "lz4_random": 30.0,
-        "tmpfs": {"write": {"1": 2.5, "2": 3.5}, "read": {"1": 6.0, "2": 8.0}},
+        "tmpfs": {
+            "write": {"1": 2.5, "2": 3.5},
+            "rewrite": {"1": 5.0, "2": 7.0},
+            "read": {"1": 6.0, "2": 8.0},
+        },
         "disk": {"write": {"8": 1.5}, "read": {"8": 3.0}},
     }
-    host = host_of(limits, "disk", "tmpfs", 0.2)
+    host = host_of(limits, "disk", "tmpfs", 0.2, Shape(tasks=8, gpus=1, size=1.0))
     assert (host.read, host.hash, host.check) == (10.0, 40.0, 120.0)
     assert (host.map_down, host.map_up) == (8.0, 3.5)  # the emulator's GPU memory is such a file
-    assert (host.memory, host.memory_back, host.criu) == (3.5, 8.0, 2.5)
+    assert (host.memory, host.memory_back, host.criu) == (7.0, 8.0, 2.5)
     assert (host.storage, host.read_back) == (1.5, 3.0)
     assert (host.drop, host.refill, host.stage, host.unstage) == (15.0, 4.0, 4.0, 3.5)
     assert host.fixed == 0.2
+    # One image, and one GPU: to each of these files one thread at a time can write.
+    for gpus, filled in ((1, 2.5), (8, 3.5)):
+        host = host_of(limits, "disk", "tmpfs", 0.2, Shape(tasks=1, gpus=gpus, size=1.0))
+        assert (host.memory, host.unstage, host.map_up) == (5.0, filled, filled)
 
 
 def test_predictions_name_their_sources_and_what_is_not_of_the_gpu() -> None:

@@ -132,12 +132,9 @@ class _Part:
         tasks, gpus = shape.get("tasks", 1), shape.get("gpus", 1)
         rates = self._rates(name, shape)
         fixed = shape["fixed_seconds"][name] if with_fixed else 0.0
-        return predict(
-            way,
-            Shape(tasks=tasks, gpus=gpus, size=shape["gpu_bytes"] / tasks / gpus),
-            rates,
-            host_of(self._limits, self._medium, in_memory, fixed),
-        )
+        job = Shape(tasks=tasks, gpus=gpus, size=shape["gpu_bytes"] / tasks / gpus)
+        host = host_of(self._limits, self._medium, in_memory, fixed, job)
+        return predict(way, job, rates, host)
 
     def _rates(self, name: str, shape: Mapping[str, Any]) -> Rates:
         """Of the driver; those of contents, which have no `rates`, are not divided."""

@@ -352,6 +352,8 @@ def _limits(whole: dict[str, Any]) -> str:
     for medium, filesystem in whole["machine"]["media"].items():
         past = "" if filesystem == "tmpfs" else ", past the page cache"
         rows[f"{medium}: write and fdatasync{past}"] = limits[medium]["write"]
+        if "rewrite" in limits[medium]:
+            rows[f"{medium}: write over pages that are there"] = limits[medium]["rewrite"]
         rows[f"{medium}: read, cold{past}"] = limits[medium]["read"]
     threads = sorted({int(each) for rates in rows.values() for each in rates})
     titles = [f"{each} thread{'' if each == 1 else 's'}" for each in threads]

@@ -5,6 +5,7 @@ out. Held against what was measured, and asked about GPUs that were not there.""
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -172,16 +173,26 @@ def predict(way: Way, shape: Shape, rates: Rates, host: Host) -> Predicted:
     )
 
 
-def host_of(limits: dict[str, Any], medium: str, in_memory: str, fixed: float) -> Host:
-    """The machine of a run, from its limits (limits.measure_limits). medium, in_memory: names of
-    what images lie on and of a tmpfs, which may be the same."""
+def host_of(
+    limits: dict[str, Any], medium: str, in_memory: str, fixed: float, shape: Shape
+) -> Host:
+    """The machine of a run, from its limits (limits.measure_limits), for a job of this shape.
+    medium, in_memory: names of what images lie on and of a tmpfs, which may be the same. A task has
+    one image, and an emulated GPU is a file: to one file of a tmpfs one thread at a time can
+    write."""
     threads = max(int(each) for each in limits["read_process"])
     written = limits[medium]["write"]
+    gpus = shape.tasks * shape.gpus
+
+    def to_files(count: int, rates: Mapping[str, float]) -> float:
+        return max(rate for files, rate in rates.items() if int(files) <= count)
+
+    filled = to_files(gpus, limits[in_memory]["write"])
     return Host(
         read=max(limits["read_process"].values()),
         hash=threads / (1 / limits["xxh3"] + 1 / limits["lz4_random"]),
         check=limits["xxh3"] * threads,
-        memory=max(limits[in_memory]["write"].values()),
+        memory=to_files(shape.tasks, limits[in_memory]["rewrite"]),
         memory_back=max(limits[in_memory]["read"].values()),
         storage=max(written.values()),
         read_back=max(limits[medium]["read"].values()),
@@ -189,9 +200,9 @@ def host_of(limits: dict[str, Any], medium: str, in_memory: str, fixed: float) -
         drop=limits["drop"]["1"],
         refill=max(limits["write_process"].values()),
         stage=max(limits["write_process"].values()),  # the emulator's driver is the processors
-        unstage=max(limits[in_memory]["write"].values()),  # its GPU memory is a file in memory
+        unstage=filled,
         map_down=max(limits[in_memory]["read"].values()),
-        map_up=max(limits[in_memory]["write"].values()),
+        map_up=filled,
         fixed=fixed,
     )
 
