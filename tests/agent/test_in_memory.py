@@ -64,6 +64,19 @@ def test_only_a_log_stays_of_one_that_had_memory(made: Path, directory: Path) ->
     assert names(made) == [] and [one.name for one in local.images.iterdir()] == ["dump.log"]
 
 
+def test_a_failure_that_says_nothing_is_one(
+    made: Path, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    local = make_local(made, directory / NAME, 1)
+
+    def fail(_: Path) -> None:
+        raise NotImplementedError
+
+    monkeypatch.setattr("gpustasis.agent.in_memory.give_up", fail)
+    assert not remove_failed(local.images)
+    assert local.images.exists() and names(made) == [local.stored.name]
+
+
 def test_a_damaged_one_in_memory_is_removed_with_it(made: Path, directory: Path) -> None:
     images = directory / NAME
     image = local_checkpoints.make_local(images, made) / "gpustasis-7.img"
@@ -187,17 +200,21 @@ def drains_of(directory: Path, told: Told) -> Drains:
     return Drains(Config(store=store), lambda place, tier: told.append((place, tier)))
 
 
+def drained_at_once(directory: Path) -> tuple[bool, int, Told]:
+    """Whether all is on the disk when they are closed, how many are not, and who was told of."""
+    told: Told = []
+    drains = drains_of(directory, told)
+    drains.start(lambda _: False)
+    return drains.close(30.0), drains.count(), told
+
+
 @pytest.mark.parametrize("act", [hide, open_to_all, make_newer, lose_image])
 def test_what_cannot_be_drained_now_stays_to_be_drained(
     made: Path, directory: Path, act: Callable[[Local], None]
 ) -> None:
     """The last look before a reboot must not say that all is on the disk."""
     act(make_local(made, directory / NAME, 1))
-    told: Told = []
-    drains = drains_of(directory, told)
-    drains.start(lambda _: False)
-    assert not drains.close(30.0)
-    assert drains.count() == 1 and told == []
+    assert drained_at_once(directory) == (False, 1, [])
 
 
 def forget(local: Local) -> None:
@@ -213,11 +230,7 @@ def test_what_is_lost_for_certain_holds_up_nothing(
     made: Path, directory: Path, act: Callable[[Local], None]
 ) -> None:
     act(make_local(made, directory / NAME, 1))
-    told: Told = []
-    drains = drains_of(directory, told)
-    drains.start(lambda _: False)
-    assert drains.close(30.0)
-    assert told == [(directory / NAME, None)] and drains.count() == 0
+    assert drained_at_once(directory) == (True, 0, [(directory / NAME, None)])
 
 
 def test_what_is_not_settled_counts_until_it_is_drained(made: Path, directory: Path) -> None:

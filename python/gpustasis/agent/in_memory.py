@@ -87,7 +87,7 @@ def why_not_given_up(directory: Path) -> str:
         give_up(kept)
         recycle(arena)  # what it was built on
     except (CheckpointError, OSError, ValueError, NotImplementedError) as exc:
-        return str(exc)
+        return str(exc) or repr(exc)  # nothing said would mean that all is given up
     return ""
 
 
