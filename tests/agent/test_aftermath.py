@@ -278,6 +278,7 @@ def test_who_is_stopped_is_not_asked(
     job = gpu_generations()
     os.kill(job.pid, signal.SIGSTOP)
     try:
+        job.await_stopped()
         operation, before = at_work(job, images), threading.active_count()
         begin = time.monotonic()
         Work(operation, config(verify=False), None)._note_running(job.pid)

@@ -127,7 +127,8 @@ def test_another_directory_in_its_place_loses_no_marker(
     exchange(mine.images, other.images)
     assert not (mine.images / ARENA_MARKER).exists()
     assert (other.images / ARENA_MARKER).exists()
-    assert recycle(arena) == [mine.stored]
+    assert names(arena) == [other.stored.name]  # the other's memory stays
+    assert recycle(arena) == []
 
 
 def test_errors_of_discard_name_the_directory_that_was_given(arena: Path, tmp_path: Path) -> None:
