@@ -147,6 +147,14 @@ void DirectWork::prepare(DriverLibrary& driver, pid_t pid, const std::vector<Id>
     mine.used = used;
 }
 
+void DirectWork::prepare_ahead(DriverLibrary& driver, const std::vector<Id>& gpus,
+                               std::size_t used) noexcept {
+    try {
+        storage(driver).prepare(gpus, used);
+    } catch (const std::exception&) { // NOLINT(bugprone-empty-catch): prepare() tells
+    }
+}
+
 // Those whose memory has to be copied. The task ran until it was locked, and may have begun to use another one since
 // prepare(): NVML is asked for that only if a GPU has no lane at all, as the task waits meanwhile. If others use the lane
 // of such a GPU, one is made when the memory is handed over already; if it cannot be, the memory stays on the GPUs, and

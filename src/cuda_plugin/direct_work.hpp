@@ -71,6 +71,11 @@ public:
     /// initialize(), and CustomStorage::prepare() with the GPUs that task `pid` can see. Throws as these.
     void prepare(DriverLibrary& driver, pid_t pid, const std::vector<Id>& gpus, std::size_t used);
 
+    /// CustomStorage::prepare() for tasks that will be there soon, after initialize(). What cannot be prepared now is told
+    /// by prepare() then.
+    void prepare_ahead(DriverLibrary& driver, const std::vector<Id>& gpus,
+                       std::size_t used) noexcept;
+
     /// The task is LOCKED, and CHECKPOINTED on return; its image is durable, and what became of it is in the record.
     /// Throws Error: the image was not made. Unless the driver refused, the memory is kept here then, or on the GPUs:
     /// restore() puts it back.

@@ -137,6 +137,30 @@ std::vector<Id> RestoreSession::gpus_for(const ImageInfo& info,
     return gpus;
 }
 
+// Of all tasks that the worker gives their memory, as gpus_for(); and how many of them, the first, have memory.
+std::pair<std::vector<Id>, std::size_t> RestoreSession::gpus_ahead() const {
+    std::vector<Id> gpus;
+    const auto add = [&gpus](const std::vector<Id>& more) {
+        for (const Id& gpu : more)
+            if (std::ranges::find(gpus, gpu) == gpus.end())
+                gpus.push_back(gpu);
+    };
+    const auto add_of_all = [&](auto&& find) {
+        for (const auto& [pid, image] : images_.of_gpu()) {
+            if (!image.info().of_devices)
+                continue;
+            const ManifestTask* saved = images_.manifest().find(pid, MemoryKind::gpu);
+            add(find(image.info(), saved == nullptr
+                                       ? std::vector<GpuMove>{}
+                                       : placement_.moves_of(images_.manifest(), *saved)));
+        }
+    };
+    add_of_all([](const auto& info, const auto& moves) { return gpus_of(info, moves); });
+    const std::size_t used = gpus.size();
+    add_of_all([this](const auto& info, const auto& moves) { return gpus_for(info, moves); });
+    return {std::move(gpus), used};
+}
+
 // The worker puts the memory back while the driver waits.
 void RestoreSession::expect_direct(TaskRecord& record, const ImageReader& image) {
     record.checkpoint_id = image.info().checkpoint_id;

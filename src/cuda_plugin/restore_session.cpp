@@ -115,7 +115,8 @@ bool RestoreSession::prepare() {
         if (uses_driver()) {
             statistics_.phases.time("check_machine", [&] { check_machine(); });
             // Slow on real machines, and only needed when the tasks stand: criu works meanwhile.
-            worker_.begin_initialize();
+            const auto [gpus, used] = gpus_ahead();
+            worker_.begin_initialize(gpus, used);
         }
         prepared_ = true;
         return true;

@@ -20,6 +20,7 @@
 #include <optional>
 #include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace gpustasis {
@@ -55,6 +56,7 @@ private:
     void look_at(pid_t pid, std::deque<AtWork>& tasks);
     std::uint64_t staged_of(const TaskRecord& record) const;
     std::vector<Id> gpus_for(const ImageInfo& info, const std::vector<GpuMove>& moves) const;
+    std::pair<std::vector<Id>, std::size_t> gpus_ahead() const;
     void expect_direct(TaskRecord& record, const ImageReader& image);
     void refill_staging(TaskRecord& record, const ImageReader& image, TaskStatistics& statistics);
     std::optional<Worker::Call> begin_restore(AtWork& task);

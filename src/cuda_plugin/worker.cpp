@@ -216,9 +216,10 @@ ProcessGpus Worker::gpus_of(int pid) {
     return found;
 }
 
-void Worker::begin_initialize() {
+void Worker::begin_initialize(const std::vector<Id>& gpus, std::size_t used) {
     Request request;
     request.op = Op::initialize;
+    worker_protocol::add_gpus(request, gpus, used);
     await_initialize();
     send(request);
     initialize_id_ = request.id;
@@ -240,12 +241,7 @@ void Worker::prepare_direct(const TaskRecord& record, const std::vector<Id>& gpu
     Request request;
     request.op = Op::prepare_direct; // of no pid: nothing is under way in the task yet
     request.task = static_cast<std::uint32_t>(&record - &table_->tasks[0]);
-    request.gpus_used = static_cast<std::uint32_t>(used);
-    if (gpus.size() > worker_protocol::kMaxGpus)
-        throw Error(Errc::unsupported, "more than " + std::to_string(worker_protocol::kMaxGpus) +
-                                           " GPUs of one process");
-    for (const Id& gpu : gpus)
-        request.move_from[request.move_count++] = gpu;
+    worker_protocol::add_gpus(request, gpus, used);
     call(request, "cuDevicePrimaryCtxRetain", config_.driver_timeout_ms);
 }
 

@@ -64,9 +64,10 @@ public:
     /// DirectWork::prepare().
     void prepare_direct(const TaskRecord& record, const std::vector<Id>& gpus, std::size_t used);
 
-    /// Send initialize() without waiting for it; a later initialize() collects the answer. Other
-    /// calls wait until it has come, at most driver_timeout_ms; a refusal is told by initialize().
-    void begin_initialize();
+    /// Send initialize() without waiting for it, and DirectWork::prepare_ahead() with `gpus`, if there are any; a later
+    /// initialize() collects the answer. Other calls wait until it has come, at most driver_timeout_ms; a refusal is told
+    /// by initialize().
+    void begin_initialize(const std::vector<Id>& gpus, std::size_t used);
 
     /// From now on give up a call when thread `tid`, a tracee, dies or stops; 0: watch none.
     void watch(pid_t tid) noexcept { watched_ = tid; }

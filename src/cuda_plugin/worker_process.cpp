@@ -98,7 +98,11 @@ void answer(DriverLibrary& driver, DirectWork& direct, TaskTable& table, const R
     case Op::version_text: copy_text(reply.text, sizeof(reply.text), driver.version_text()); return;
     case Op::gpus: answer_gpus(driver, reply); return;
     case Op::gpus_of: answer_gpus_of(driver, request.pid, reply); return;
-    case Op::initialize: driver.initialize(); return;
+    case Op::initialize:
+        driver.initialize();
+        if (request.move_count != 0)
+            direct.prepare_ahead(driver, gpus_of(request), request.gpus_used);
+        return;
     case Op::restore_thread: {
         const auto tid = driver.restore_thread(request.pid);
         reply.status = tid ? Status::done : Status::nothing;

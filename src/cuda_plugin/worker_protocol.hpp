@@ -7,6 +7,8 @@
 #include "cuda_plugin/driver.hpp"
 
 #include <cstdint>
+#include <string>
+#include <vector>
 
 namespace gpustasis::worker_protocol {
 
@@ -15,8 +17,8 @@ enum class Op : std::uint32_t {
     api_version,
     version_text,
     gpus,
-    gpus_of, ///< value: the GpuSource; text: why_not_all; of a GPU uuid and memory_size
-    initialize,
+    gpus_of,        ///< value: the GpuSource; text: why_not_all; of a GPU uuid and memory_size
+    initialize,     ///< and DirectWork::prepare_ahead() for the GPUs move_from, if there are any
     prepare_direct, ///< DirectWork::prepare() for the GPUs move_from of `task`
     restore_thread,
     state,
@@ -65,6 +67,15 @@ struct Request {
     Id move_from[kMaxGpus];
     Id move_to[kMaxGpus];
 };
+
+/// `used`: of `gpus` the first, that hold memory. Throws Error: unsupported.
+inline void add_gpus(Request& request, const std::vector<Id>& gpus, std::size_t used) {
+    if (gpus.size() > kMaxGpus)
+        throw Error(Errc::unsupported, "more than " + std::to_string(kMaxGpus) + " GPUs");
+    for (const Id& gpu : gpus)
+        request.move_from[request.move_count++] = gpu;
+    request.gpus_used = static_cast<std::uint32_t>(used);
+}
 
 enum class Status : std::uint32_t {
     done,

@@ -73,6 +73,32 @@ def test_a_job_runs_on_and_comes_back(direct_rig: Rig) -> None:
         require_direct(images)
 
 
+def test_page_locked_memory_is_made_before_the_tasks_are(direct_rig: Rig, tmp_path: Path) -> None:
+    """criu waits in the script: what is there when it ends was asked for before."""
+    script, seen = tmp_path / "script", tmp_path / "seen"
+    script.write_text(
+        f"""#!/bin/sh
+[ "$CRTOOLS_SCRIPT_ACTION" = pre-restore ] || exit 0
+for i in $(seq 300); do
+    for pid in $(pgrep -x gpustasis-work); do
+        grep "/dev/zero" "/proc/$pid/maps" && exit 0
+    done >> {seen}
+    sleep 0.1
+done
+exit 1
+"""
+    )
+    script.chmod(0o755)
+    with direct_rig.job(mib=16) as job:
+        images = dump(direct_rig, job)
+        job.wait()
+        done = direct_rig.restore(images, "--action-script", str(script))
+        assert done.status == 0, done.errors
+        job.run_on()
+    begin, _, end = seen.read_text().split()[0].partition("-")
+    assert int(end, 16) - int(begin, 16) == 64 * MIB
+
+
 def test_a_chain(direct_rig: Rig) -> None:
     rig = direct_rig
     with rig.job(mib=16, children=1) as job:

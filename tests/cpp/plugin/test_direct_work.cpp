@@ -24,6 +24,8 @@ using storage_driver::uuid;
 
 namespace {
 
+constexpr int kNoGpu = storage_driver::kGpus;
+
 /// Reads all, and stores nothing.
 class Reading final : public DirectStore {
 public:
@@ -187,6 +189,26 @@ void what_cannot_be_copied_stays_on_the_gpus_until_it_can() {
     CHECK(state.memory[record.pid] == memory);
 }
 
+void what_is_prepared_ahead_is_there_for_the_tasks() {
+    Rig rig;
+    const int hosts = state.hosts, contexts = state.contexts;
+    rig.work.prepare_ahead(rig.driver, {uuid(1), uuid(0)}, 1);
+    CHECK(state.hosts == hosts + 1 && state.contexts == contexts + 2);
+    rig.work.prepare(rig.driver, ::getpid(), {uuid(1), uuid(0)}, 1);
+    CHECK(state.hosts == hosts + 1 && state.contexts == contexts + 2);
+}
+
+void what_cannot_be_prepared_ahead_is_told_when_it_is_needed() {
+    Rig rig;
+    state.host_allocs_left = 0;
+    rig.work.prepare_ahead(rig.driver, {uuid(0), uuid(1)}, 2);
+    rig.work.prepare_ahead(rig.driver, {uuid(kNoGpu)}, 1);
+    CHECK_THROWS(Errc::io, rig.work.prepare(rig.driver, ::getpid(), {uuid(0)}, 1));
+    CHECK_THROWS(Errc::unsupported, rig.work.prepare(rig.driver, ::getpid(), {uuid(kNoGpu)}, 1));
+    state.host_allocs_left = 1000;
+    rig.work.prepare(rig.driver, ::getpid(), {uuid(0)}, 1);
+}
+
 } // namespace
 
 int main() {
@@ -198,4 +220,6 @@ int main() {
     nvml_is_not_asked_because_of_the_gpus_of_other_tasks();
     tasks_that_are_at_work_on_one_gpu_at_once_are_ready_before_each();
     what_cannot_be_copied_stays_on_the_gpus_until_it_can();
+    what_is_prepared_ahead_is_there_for_the_tasks();
+    what_cannot_be_prepared_ahead_is_told_when_it_is_needed();
 }

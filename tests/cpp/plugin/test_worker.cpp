@@ -199,13 +199,13 @@ void a_fifo_in_the_place_of_the_log_does_not_hold_up_an_undo() {
 void quick_calls_wait_for_an_initialize_that_is_under_way() {
     Rig rig(OnOrphaned::kill);
     ::setenv("SLOW_DRIVER_INIT_MS", "21000", 1);
-    rig.worker->begin_initialize();
+    rig.worker->begin_initialize({}, 0);
     CHECK(rig.worker->restore_thread(4242) == 4242);
     rig.worker->initialize();
     rig.worker->stop();
 
     rig.config.driver_timeout_ms = 100;
-    rig.worker->begin_initialize();
+    rig.worker->begin_initialize({}, 0);
     CHECK_THROWS(Errc::io, rig.worker->restore_thread(4242));
     ::unsetenv("SLOW_DRIVER_INIT_MS");
     rig.worker->stop();
@@ -214,7 +214,7 @@ void quick_calls_wait_for_an_initialize_that_is_under_way() {
 void a_refused_initialize_is_told_to_who_needs_it() {
     Rig rig(OnOrphaned::kill);
     ::setenv("SLOW_DRIVER_INIT_RESULT", "100", 1);
-    rig.worker->begin_initialize();
+    rig.worker->begin_initialize({}, 0);
     CHECK(rig.worker->restore_thread(4242) == 4242);
     CHECK_THROWS(Errc::io, rig.worker->initialize());
     ::unsetenv("SLOW_DRIVER_INIT_RESULT");
