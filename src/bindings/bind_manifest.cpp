@@ -8,6 +8,7 @@
 #include <pybind11/stl.h>
 #include <pybind11/stl/filesystem.h>
 
+#include <cstdint>
 #include <filesystem>
 #include <optional>
 #include <utility>
@@ -16,6 +17,16 @@
 namespace py = pybind11;
 
 namespace gpustasis::bindings {
+namespace {
+
+timespec time_of(std::int64_t ns) {
+    constexpr std::int64_t kSecond = 1'000'000'000;
+    const std::int64_t rest = (ns % kSecond + kSecond) % kSecond; // also before 1970
+    return {.tv_sec = (ns - rest) / kSecond, .tv_nsec = rest};
+}
+
+} // namespace
+
 void bind_manifest(py::module_& m) {
     m.attr("MANIFEST_NAME") = kManifestName;
     m.def("image_name", &image_name, py::arg("pid"), py::arg("kind") = MemoryKind::gpu,
@@ -132,11 +143,16 @@ void bind_manifest(py::module_& m) {
         "What CRIU's inventory holds of tasks of a manifest, each with the regions of its image.");
     m.def(
         "write_manifest",
-        [](const std::filesystem::path& dir, const Manifest& manifest) {
-            write_manifest(open_dir(dir).get(), manifest);
+        [](const std::filesystem::path& dir, const Manifest& manifest,
+           const std::optional<std::pair<std::int64_t, std::int64_t>>& ns) {
+            std::optional<FileTimes> times;
+            if (ns)
+                times = {time_of(ns->first), time_of(ns->second)};
+            write_manifest(open_dir(dir).get(), manifest, times);
         },
-        py::arg("dir"), py::arg("manifest"),
-        "Write it, replacing an older one in a single durable step.\n"
+        py::arg("dir"), py::arg("manifest"), py::kw_only(), py::arg("ns") = py::none(),
+        "Write it, replacing an older one in a single durable step. ns: when it was last read and\n"
+        "written, in nanoseconds since 1970, as of os.utime; None: now.\n"
         "Raises OSError, ValueError if it breaks a limit of docs/format.md.");
 }
 

@@ -6,7 +6,10 @@
 #include "core/image_metadata.hpp"
 #include "core/sealed_block.hpp"
 
+#include <sys/stat.h>
+
 #include <algorithm>
+#include <cerrno>
 #include <functional>
 #include <string_view>
 #include <utility>
@@ -278,11 +281,14 @@ void writing_manifest(const std::function<void()>& write) {
 
 } // namespace
 
-ManifestFile::ManifestFile(int dir_fd, const Manifest& manifest) {
+ManifestFile::ManifestFile(int dir_fd, const Manifest& manifest,
+                           const std::optional<FileTimes>& times) {
     writing_manifest([&] {
         const std::vector<std::byte> bytes = pack_manifest(manifest);
         file_.emplace(dir_fd, kManifestName);
         write_at(file_->fd(), 0, bytes);
+        if (times && ::futimens(file_->fd(), times->data()) != 0)
+            throw io_error("set its times", errno);
         file_->sync();
     });
 }
@@ -291,8 +297,8 @@ void ManifestFile::commit() {
     writing_manifest([this] { file_->commit(); });
 }
 
-void write_manifest(int dir_fd, const Manifest& manifest) {
-    ManifestFile(dir_fd, manifest).commit();
+void write_manifest(int dir_fd, const Manifest& manifest, const std::optional<FileTimes>& times) {
+    ManifestFile(dir_fd, manifest, times).commit();
 }
 
 Manifest read_manifest(int dir_fd) {

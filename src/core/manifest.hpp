@@ -7,7 +7,9 @@
 #include "core/image_info.hpp"
 #include "core/requirements.hpp"
 
+#include <array>
 #include <cstdint>
+#include <ctime>
 #include <optional>
 #include <string>
 #include <vector>
@@ -71,12 +73,17 @@ struct Manifest {
     bool operator==(const Manifest&) const = default;
 };
 
+/// When a file was last read and written: as of futimens().
+using FileTimes = std::array<timespec, 2>;
+
 /// The manifest of directory `dir_fd` before it has its name: what lacks one is no checkpoint. Destroyed without
 /// commit(), it is gone. The caller keeps `dir_fd` open.
 class ManifestFile {
 public:
-    /// All of it is on the medium on return. Throws Error: io, bad_argument.
-    ManifestFile(int dir_fd, const Manifest& manifest);
+    /// All of it is on the medium on return. `times`: in place of now, of a copy of an older one. Throws Error: io,
+    /// bad_argument.
+    ManifestFile(int dir_fd, const Manifest& manifest,
+                 const std::optional<FileTimes>& times = std::nullopt);
     /// It takes the place of an older one in a single durable step. Throws Error: io.
     void commit();
 
@@ -85,7 +92,8 @@ private:
 };
 
 /// Both at once. Throws as those.
-void write_manifest(int dir_fd, const Manifest& manifest);
+void write_manifest(int dir_fd, const Manifest& manifest,
+                    const std::optional<FileTimes>& times = std::nullopt);
 
 /// Throws Error: io (also if there is none), corrupt_data, unsupported.
 Manifest read_manifest(int dir_fd);

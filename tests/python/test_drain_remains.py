@@ -21,6 +21,7 @@ from gpustasis.errors import ImageError, LocalError
 from gpustasis.image.arena import Tier, stored_directory, tier_of
 from gpustasis.image.verification import verify_directory
 from gpustasis.peers.copies import is_sent
+from support.arena_by_hand import once
 from support.local_checkpoints import make_local
 
 TAKEN = 1_800_000_000
@@ -241,21 +242,20 @@ def test_a_file_that_becomes_a_fifo_does_not_hold_the_drain(
         sync_files(images, stored)
 
 
-def test_a_drain_that_was_killed_before_it_gave_the_manifest_its_time(
-    local: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_manifest_has_its_time_as_soon_as_it_is_there(local: tuple[Path, Path]) -> None:
     """Rules of prune go by it."""
     images, _ = local
 
-    def killed(*_: Any, **__: Any) -> None:
+    def killed() -> None:
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "utime", killed)
-        with pytest.raises(KeyboardInterrupt):
-            drain(images)
+    with (
+        once("gpustasis.draining.drain", "write_manifest", killed, after=True),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        drain(images)
     assert (images / ARENA_MARKER).exists()
-    assert (images / MANIFEST_NAME).stat().st_mtime != TAKEN
+    assert (images / MANIFEST_NAME).stat().st_mtime == TAKEN
     drain(images)
     assert (images / MANIFEST_NAME).stat().st_mtime == TAKEN
     assert not (images / ARENA_MARKER).exists()

@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from gpustasis._core import PARENT_LINK
+from gpustasis._core import ARENA_MARKER, PARENT_LINK
 from gpustasis.cli import cli
 from gpustasis.errors import CheckpointError
 from gpustasis.image import prune as prune_module
 from gpustasis.image.directory import share, try_exclude
 from gpustasis.image.prune import Action, Rules, prune
+from support.arena_by_hand import write_marker
 from support.chains import is_whole, make_chain, make_link, memory_of
 
 FIRST = 1_800_000_000.0
@@ -52,6 +53,20 @@ def actions(store: Path, rules: Rules, *, dry_run: bool = False) -> dict[str, st
 
 def reasons(store: Path, rules: Rules) -> dict[str, tuple[str, ...]]:
     return {verdict.entry.name: verdict.reasons for verdict in prune(store, rules).verdicts}
+
+
+def test_beside_a_marker_of_a_later_version_nothing_is_removed(store: Path, tmp_path: Path) -> None:
+    """What such a checkpoint is built on is not known here."""
+    two_chains(store)
+    later = store / "later"
+    later.mkdir()
+    write_marker(later, bytes(16), tmp_path / "arena")
+    marker = later / ARENA_MARKER
+    marker.write_text(marker.read_text().replace("gpustasis-arena 1", "gpustasis-arena 2"))
+    before = names(store)
+    with pytest.raises(CheckpointError, match=r"later is built on cannot be told: .*version 2"):
+        prune(store, LAST_ONE)
+    assert names(store) == before
 
 
 def test_a_chain_is_kept_whole(store: Path) -> None:

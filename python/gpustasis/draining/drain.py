@@ -22,7 +22,6 @@ from gpustasis._core import (
     ARENA_MARKER,
     ARENA_OWNER,
     MANIFEST_NAME,
-    ArenaMarker,
     ArenaOwner,
     Manifest,
     drain_images,
@@ -31,7 +30,7 @@ from gpustasis._core import (
     write_manifest,
 )
 from gpustasis.criu.images import INVENTORY_NAME
-from gpustasis.draining.recycle import arena_of, note_over, recycle, times_of
+from gpustasis.draining.recycle import arena_of, note_over, recycle
 from gpustasis.draining.syncing import opened_to_sync, require_synced, sync_noted
 from gpustasis.errors import CheckpointError, ImageError, LocalError
 from gpustasis.files import sync_directory
@@ -187,8 +186,6 @@ def _drain_opened(
                 f"{directory}: {ARENA_MARKER} is of another checkpoint than the manifest"
             )
         with _writing(directory):
-            if marker is not None:
-                _take_time(marker, directory)
             (directory / ARENA_MARKER).unlink()
             sync_directory(directory)
             if marker is not None:
@@ -231,7 +228,9 @@ def _write(
             )
             names = [task.image_name for task in drained.tasks if task.externalized]
             sync_files(directory, arena, names)
-            write_manifest(directory, drained)
+            # When the checkpoint was made, and not when it was drained: rules of prune go by it.
+            made = (arena / MANIFEST_NAME).lstat()
+            write_manifest(directory, drained, ns=(made.st_atime_ns, made.st_mtime_ns))
     return len(names), total, sum((directory / name).stat().st_size for name in names)
 
 
@@ -252,13 +251,6 @@ def require_own(directory: Path, arena: Path) -> ArenaOwner:
             f"{directory} is a copy of {owner.images}, whose images are in {arena}: drain that"
         )
     return owner
-
-
-def _take_time(marker: ArenaMarker, directory: Path) -> None:
-    """The manifest says when the checkpoint was made, and not when it was drained. Of one that is
-    durable the arena may be gone. Raises OSError."""
-    if (times := times_of(marker)) is not None:
-        os.utime(directory / MANIFEST_NAME, ns=times, follow_symlinks=False)
 
 
 def finished_manifest(directory: Path, arena: Path) -> Manifest:

@@ -172,14 +172,6 @@ def arena_of(marker: ArenaMarker) -> Path | None:
         return None
 
 
-def times_of(marker: ArenaMarker) -> tuple[int, int] | None:
-    """Of the manifest in that directory: last read and written, in ns. None as arena_of."""
-    with suppress(*_ERRORS), _marked(marker) as inside:
-        made = (inside / MANIFEST_NAME).lstat()
-        return made.st_atime_ns, made.st_mtime_ns
-    return None
-
-
 def note_over(marker: ArenaMarker) -> None:
     """Write down in that directory that its checkpoint is drained or given up, and the marker gone:
     somebody may read it, or need it, when it could be recycled. Without the note it stays as long

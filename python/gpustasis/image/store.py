@@ -359,6 +359,8 @@ def _links(directory: Path) -> tuple[tuple[Path, ...], str]:
             found.append(parent)
     except ImageError as exc:
         unread = str(exc) if exc.errno in _UNTOLD else ""
+    except UnsupportedError as exc:  # a later version may lead to what must stay
+        unread = str(exc)
     try:
         os.readlink(directory / CRIU_PARENT_LINK)
         found.append((directory / CRIU_PARENT_LINK).resolve())

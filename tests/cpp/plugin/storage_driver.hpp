@@ -41,6 +41,7 @@ struct State {
     std::atomic<int> streams_left = 1000;
     std::atomic<bool> synchronizes = true;
     std::atomic<bool> nvml_answers = true; ///< which GPU is which device file
+    std::atomic<unsigned> nvml_lists = kGpus;
 
     // What it has.
     std::atomic<int> contexts = 0;
@@ -250,7 +251,7 @@ STORAGE_DRIVER_API nvmlSystemGetDriverVersion(char* text, unsigned size) {
     return 0;
 }
 STORAGE_DRIVER_API nvmlDeviceGetCount_v2(unsigned* count) {
-    *count = storage_driver::kGpus;
+    *count = storage_driver::state.nvml_lists;
     return 0;
 }
 STORAGE_DRIVER_API nvmlDeviceGetHandleByIndex_v2(unsigned index, void** device) {

@@ -189,6 +189,29 @@ void what_cannot_be_copied_stays_on_the_gpus_until_it_can() {
     CHECK(state.memory[record.pid] == memory);
 }
 
+// Since it was prepared: which place in the image is the GPU's cannot be told.
+void memory_of_a_gpu_that_nvml_lists_no_more_is_kept_and_comes_back() {
+    Rig rig;
+    TaskRecord record;
+    fresh(record, ::getpid());
+    const auto memory = some_memory(true);
+    storage_driver::have(record.pid, memory);
+    rig.work.prepare(rig.driver, record.pid, {uuid(0), uuid(1)}, 2);
+    state.nvml_lists = 1;
+    try {
+        rig.work.checkpoint(rig.driver, record);
+        CHECK(false && "nothing was thrown");
+    } catch (const Error& e) {
+        CHECK(std::string(e.what()).find("not listed in this checkpoint") != std::string::npos);
+        CHECK(std::string(e.what()).find("it stays on the GPU") == std::string::npos);
+    }
+    CHECK(state.checkpoints == 1 && !record.direct.stored && record.direct.held);
+    CHECK(state.memory[record.pid] != memory); // it is here alone
+    rig.work.restore(rig.driver, record, {});
+    CHECK(!record.direct.held && is_locked(record.pid) && state.memory[record.pid] == memory);
+    state.nvml_lists = storage_driver::kGpus;
+}
+
 void what_is_prepared_ahead_is_there_for_the_tasks() {
     Rig rig;
     const int hosts = state.hosts, contexts = state.contexts;
@@ -220,6 +243,7 @@ int main() {
     nvml_is_not_asked_because_of_the_gpus_of_other_tasks();
     tasks_that_are_at_work_on_one_gpu_at_once_are_ready_before_each();
     what_cannot_be_copied_stays_on_the_gpus_until_it_can();
+    memory_of_a_gpu_that_nvml_lists_no_more_is_kept_and_comes_back();
     what_is_prepared_ahead_is_there_for_the_tasks();
     what_cannot_be_prepared_ahead_is_told_when_it_is_needed();
 }
