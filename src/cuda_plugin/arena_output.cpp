@@ -71,6 +71,7 @@ ArenaOutput::ArenaOutput(ArenaRoom& room, int arena, int directory, const std::s
         return;
     }
     paid_ = backed_ = file_size(file_.get());
+    pages_.emplace(file_.get(), backed_);
     // Between the header and the first chunk there are zeros. Everything else is written.
     const std::array<std::byte, kMaxAlignment> zeros{};
     put(0, zeros);
@@ -130,7 +131,12 @@ void ArenaOutput::write(std::uint64_t offset, MutBytes buffer, std::size_t size)
     const std::size_t whole = (size + alignment_ - 1) / alignment_ * alignment_;
     std::ranges::fill(buffer.subspan(size, whole - size), std::byte{0});
     take(offset, offset + whole);
-    const std::lock_guard turn(writing_); // as in ChunkOutput::write()
+    // As in ChunkOutput::write(): one thread at a time. The others need not wait where there are pages.
+    std::unique_lock turn(writing_, std::try_to_lock);
+    if (!turn && pages_ && pages_->try_write(offset, buffer.first(whole)))
+        return;
+    if (!turn)
+        turn.lock();
     write_at(file_.get(), offset, buffer.first(whole));
 }
 

@@ -157,7 +157,9 @@ void Worker::await_initialize() {
     if (initialize_id_ == 0)
         return;
     const std::uint64_t id = std::exchange(initialize_id_, 0);
-    initialized_ = receive(id, "cuInit", 0, config_.driver_timeout_ms);
+    initialized_ = prepares_ahead_ ? receive(id, "cuInit, or cuDevicePrimaryCtxRetain behind it", 0,
+                                             2 * config_.driver_timeout_ms)
+                                   : receive(id, "cuInit", 0, config_.driver_timeout_ms);
 }
 
 Reply Worker::call(Request& request, const char* name, std::uint32_t timeout_ms) {
@@ -223,6 +225,7 @@ void Worker::begin_initialize(const std::vector<Id>& gpus, std::size_t used) {
     await_initialize();
     send(request);
     initialize_id_ = request.id;
+    prepares_ahead_ = !gpus.empty();
 }
 
 void Worker::initialize() {

@@ -65,8 +65,8 @@ public:
     void prepare_direct(const TaskRecord& record, const std::vector<Id>& gpus, std::size_t used);
 
     /// Send initialize() without waiting for it, and DirectWork::prepare_ahead() with `gpus`, if there are any; a later
-    /// initialize() collects the answer. Other calls wait until it has come, at most driver_timeout_ms; a refusal is told
-    /// by initialize().
+    /// initialize() collects the answer. Other calls wait until it has come, at most driver_timeout_ms for each of both; a
+    /// refusal of initialize() is told by that.
     void begin_initialize(const std::vector<Id>& gpus, std::size_t used);
 
     /// From now on give up a call when thread `tid`, a tracee, dies or stops; 0: watch none.
@@ -178,6 +178,7 @@ private:
     Clock::time_point
         patient_until_{};             ///< it may be handed memory by a call that was given up early
     std::uint64_t initialize_id_ = 0; ///< of a begin_initialize() without an answer; 0: none
+    bool prepares_ahead_ = false;     ///< that one: it has twice the time
     std::optional<worker_protocol::Reply> initialized_; ///< that answer, until initialize()
     std::uint32_t most_ms_ = 0;  ///< the longest timeout of calls that were begun
     Clock::time_point answered_; ///< when the last reply came

@@ -180,6 +180,8 @@ std::chrono::milliseconds limit_of(const Request& request, const Config& config)
     using std::chrono::milliseconds;
     if (request.op == Op::lock)
         return milliseconds(request.timeout_ms) + milliseconds(worker_protocol::kGraceMs);
+    if (request.op == Op::initialize && request.move_count != 0) // two things are done
+        return 2 * milliseconds(config.driver_timeout_ms);
     if (worker_protocol::takes_long(request.op) || request.op == Op::initialize ||
         request.op == Op::prepare_direct)
         return milliseconds(config.driver_timeout_ms);

@@ -47,51 +47,66 @@ CustomStorage::CustomStorage(void* library, const std::string& name) {
 }
 
 void CustomStorage::prepare(const std::vector<Id>& gpus, std::size_t used) {
-    const std::lock_guard lock(mutex_);
-    for (std::size_t i = 0; i < gpus.size(); ++i)
-        make_ready(gpus[i], i < used);
+    for (std::size_t i = 0; i < gpus.size(); ++i) {
+        Gpu& gpu = gpu_of(gpus[i]);
+        const std::lock_guard making(gpu.making);
+        make_ready(gpu, i < used);
+    }
 }
 
-// `for_copies`: with a lane more than is reserved. The mutex is held.
-CustomStorage::Gpu& CustomStorage::make_ready(const Id& uuid, bool for_copies) {
-    auto gpu = std::ranges::find(gpus_, uuid, &Gpu::uuid);
-    const bool is_new = gpu == gpus_.end();
-    if (is_new) {
-        gpus_.reserve(gpus_.size() + 1); // else a context that was made could not be noted
-        gpu = gpus_.insert(gpus_.end(), with_context(uuid));
-    }
+CustomStorage::Gpu& CustomStorage::gpu_of(const Id& uuid) {
+    const std::lock_guard lock(mutex_);
+    const auto gpu = std::ranges::find(gpus_, uuid, &Gpu::uuid);
+    return gpu == gpus_.end() ? gpus_.emplace_back(uuid) : *gpu;
+}
+
+// `for_copies`: with a lane more than is reserved. `gpu.making` is held. Nobody sees a context before all is there: if it
+// is released, nobody has it in use.
+void CustomStorage::make_ready(Gpu& gpu, bool for_copies) {
+    const bool is_new = gpu.context == nullptr;
+    const Retained retained = is_new ? retain_context(gpu.uuid) : Retained{gpu.context, 0};
     try {
-        while (for_copies && gpu->lane_count <= gpu->reserved) {
-            gpu->lanes.reserve(gpu->lane_count + 1);
-            gpu->lanes.push_back(make_lane(gpu->context));
-            ++gpu->lane_count;
-        }
+        if (for_copies)
+            make_lanes(gpu, retained.context);
     } catch (...) {
-        if (is_new) { // a context takes memory that the process may need for itself
-            const int device = gpu->device;
-            gpus_.erase(gpu);
-            api_.context_release(device);
-        }
+        if (is_new) // a context takes memory that the process may need for itself
+            api_.context_release(retained.device);
         throw;
     }
-    return *gpu;
+    const std::lock_guard lock(mutex_);
+    gpu.context = retained.context;
 }
 
-CustomStorage::Gpu CustomStorage::with_context(const Id& wanted) const {
+void CustomStorage::make_lanes(Gpu& gpu, driver::Context context) {
+    const auto has_enough = [&] {
+        const std::lock_guard lock(mutex_);
+        return gpu.lane_count > gpu.reserved;
+    };
+    while (!has_enough()) {
+        OwnedLane lane = make_lane(context);
+        const std::lock_guard lock(mutex_);
+        gpu.lanes.reserve(gpu.lane_count + 1);
+        gpu.lanes.push_back(std::move(lane));
+        ++gpu.lane_count;
+    }
+}
+
+CustomStorage::Retained CustomStorage::retain_context(const Id& wanted) const {
     int count = 0;
     driver::require(api_.device_get_count(&count), "cuDeviceGetCount");
-    Gpu gpu;
     for (int ordinal = 0; ordinal < count; ++ordinal) {
-        driver::require(api_.device_get(&gpu.device, ordinal), "cuDeviceGet");
+        Retained found;
+        Id uuid{};
+        driver::require(api_.device_get(&found.device, ordinal), "cuDeviceGet");
         driver::require(
-            api_.device_get_uuid(reinterpret_cast<std::uint8_t*>(gpu.uuid.data()), gpu.device),
+            api_.device_get_uuid(reinterpret_cast<std::uint8_t*>(uuid.data()), found.device),
             "cuDeviceGetUuid");
-        if (gpu.uuid != wanted)
+        if (uuid != wanted)
             continue;
         const std::string where = " on " + uuid_text(wanted);
-        driver::require(api_.context_retain(&gpu.context, gpu.device), "cuDevicePrimaryCtxRetain",
-                        where);
-        return gpu;
+        driver::require(api_.context_retain(&found.context, found.device),
+                        "cuDevicePrimaryCtxRetain", where);
+        return found;
     }
     throw Error(Errc::unsupported, uuid_text(wanted) + " is not among the " +
                                        std::to_string(count) +
@@ -122,7 +137,7 @@ void CustomStorage::FreeLane::operator()(CopyLane* lane) const noexcept {
 // The mutex is held. nullptr: no GPU that was prepared.
 CustomStorage::Gpu* CustomStorage::find(driver::Context context) noexcept {
     const auto gpu = std::ranges::find(gpus_, context, &Gpu::context);
-    return gpu == gpus_.end() ? nullptr : &*gpu;
+    return context == nullptr || gpu == gpus_.end() ? nullptr : &*gpu;
 }
 
 bool CustomStorage::have_lanes(const std::vector<Id>& gpus) {
@@ -134,11 +149,13 @@ bool CustomStorage::have_lanes(const std::vector<Id>& gpus) {
 }
 
 void CustomStorage::reserve(const std::vector<Id>& gpus, Operation& of) {
-    const std::lock_guard lock(mutex_);
     of.storage_ = this;
     of.reserved_.reserve(of.reserved_.size() + gpus.size());
     for (const Id& uuid : gpus) {
-        Gpu& gpu = make_ready(uuid, true);
+        Gpu& gpu = gpu_of(uuid);
+        const std::lock_guard making(gpu.making); // else another would reserve the same lane
+        make_ready(gpu, true);
+        const std::lock_guard lock(mutex_);
         ++gpu.reserved;
         of.reserved_.push_back(gpu.context);
     }
@@ -160,7 +177,8 @@ CustomStorage::Contexts CustomStorage::begin(int pid, Operation& into) {
     Contexts contexts;
     const std::lock_guard lock(mutex_);
     for (const Gpu& gpu : gpus_)
-        contexts.emplace_back(gpu.uuid, gpu.context);
+        if (gpu.context != nullptr)
+            contexts.emplace_back(gpu.uuid, gpu.context);
     return contexts;
 }
 

@@ -13,6 +13,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -157,16 +158,26 @@ public:
 
 private:
     struct Gpu {
-        Id uuid{};
+        explicit Gpu(const Id& its_uuid) : uuid(its_uuid) {}
+        const Id uuid;
+        std::mutex
+            making; ///< taken before mutex_, by who makes a context or a lane ahead: both take a while, and
+                    ///< mutex_ is waited for while memory is handed over
+        // Under mutex_.
+        driver::Context context = nullptr; ///< nullptr: it has none yet. Changed under both
+        std::vector<OwnedLane> lanes;      ///< not in use; has room for all
+        std::size_t lane_count = 0;        ///< with those in use
+        std::size_t reserved = 0;          ///< for operations
+    };
+    struct Retained {
         driver::Context context = nullptr;
         int device = 0;
-        std::vector<OwnedLane> lanes; ///< not in use; has room for all
-        std::size_t lane_count = 0;   ///< with those in use
-        std::size_t reserved = 0;     ///< for operations
     };
 
-    Gpu with_context(const Id& wanted) const;
-    Gpu& make_ready(const Id& uuid, bool for_copies);
+    Gpu& gpu_of(const Id& uuid);
+    Retained retain_context(const Id& wanted) const;
+    void make_ready(Gpu& gpu, bool for_copies);
+    void make_lanes(Gpu& gpu, driver::Context context);
     using Contexts = std::vector<std::pair<Id, driver::Context>>; ///< of GPUs
     Contexts begin(int pid, Operation& into);
     void take(const driver::StorageInfo* info, const Contexts& contexts, Operation& into);
@@ -175,7 +186,7 @@ private:
 
     Api api_;
     std::mutex mutex_;
-    std::vector<Gpu> gpus_;
+    std::deque<Gpu> gpus_; ///< none is ever removed
 };
 
 } // namespace gpustasis

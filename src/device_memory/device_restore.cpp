@@ -5,6 +5,7 @@
 #include "device_memory/driver_error.hpp"
 
 #include <cstring>
+#include <vector>
 
 namespace gpustasis {
 
@@ -18,8 +19,10 @@ void begin_restore(CustomStorage& storage, int pid, const ImageInfo& info,
                 std::memcpy(uuid.data(), pair.new_uuid, sizeof pair.new_uuid);
         return uuid;
     };
+    std::vector<Id> gpus;
     for (const std::size_t number : numbers_of(info))
-        storage.prepare({now_at(number)}, 1);
+        gpus.push_back(now_at(number));
+    storage.reserve(gpus, into); // once the driver has answered, the process lacks its memory
     try {
         return storage.restore(pid, pairs, into);
     } catch (const DriverError& e) {

@@ -42,9 +42,11 @@ struct State {
     std::atomic<bool> synchronizes = true;
     std::atomic<bool> nvml_answers = true; ///< which GPU is which device file
     std::atomic<unsigned> nvml_lists = kGpus;
+    std::mutex context_gate; ///< a context is made while nobody holds it
 
     // What it has.
     std::atomic<int> contexts = 0;
+    std::atomic<bool> context_waits = false; ///< somebody is about to make one
     std::atomic<int> streams = 0;
     std::atomic<int> hosts = 0; ///< blocks of page-locked memory
     // What was done.
@@ -126,6 +128,8 @@ STORAGE_DRIVER_API cuDeviceGetUuid_v2(std::uint8_t* uuid, int device) {
     return 0;
 }
 STORAGE_DRIVER_API cuDevicePrimaryCtxRetain(void** context, int device) {
+    storage_driver::state.context_waits = true;
+    const std::lock_guard gate(storage_driver::state.context_gate);
     *context = storage_driver::context(device);
     ++storage_driver::state.contexts;
     return 0;

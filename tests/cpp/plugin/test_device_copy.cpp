@@ -233,6 +233,49 @@ void what_a_sink_takes_back_needs_no_memory() {
     allocations_left = -1;
 }
 
+void restores_on_one_gpu_have_page_locked_memory_each_before_the_driver_is_asked() {
+    CustomStorage storage = new_storage();
+    const int hosts = state.hosts;
+    ImageInfo info;
+    info.gpus = {{.uuid = uuid(0), .name = {}, .memory_size = 0}};
+    info.of_devices = true;
+    info.regions = regions_of({{0, kBlock}});
+    storage.prepare({uuid(0)}, 1); // as for one of them
+    CustomStorage::Operation operations[2];
+    for (int i = 0; i < 2; ++i) {
+        storage_driver::have(kPid + i, {sample::random_bytes(kBlock, 1), {}});
+        state.in_flight = state.late = 0; // the first one's is no concern of the second
+        begin_restore(storage, kPid + i, info, {}, operations[i]);
+    }
+    state.in_flight = 2;
+    {
+        const CustomStorage::Lane one(storage, operations[0].devices().front());
+        const CustomStorage::Lane other(storage, operations[1].devices().front());
+        CHECK(state.late == 0 && state.hosts == hosts + 2);
+    }
+    for (CustomStorage::Operation& operation : operations)
+        operation.complete();
+}
+
+// Whoever makes a lane for one GPU holds up nobody who copies from another.
+void a_lane_that_takes_long_is_not_waited_for() {
+    CustomStorage storage = new_storage();
+    storage.prepare({uuid(0)}, 1);
+    storage_driver::have(kPid, {sample::random_bytes(kBlock, 1), {}});
+    CustomStorage::Operation operation;
+    storage.reserve({uuid(0)}, operation);
+    std::atomic<bool> held = false;
+    storage.checkpoint(kPid, operation, held);
+    state.context_gate.lock();
+    std::thread slow([&] { storage.prepare({uuid(1)}, 1); });
+    while (!state.context_waits)
+        std::this_thread::yield();
+    { const CustomStorage::Lane lane(storage, operation.devices().front()); }
+    operation.complete();
+    state.context_gate.unlock();
+    slow.join();
+}
+
 } // namespace
 
 int main() {
@@ -242,4 +285,6 @@ int main() {
     half_of_a_source_is_lent_and_the_rest_is_copied();
     half_of_a_sink_is_lent_and_the_rest_is_copied();
     what_a_sink_takes_back_needs_no_memory();
+    restores_on_one_gpu_have_page_locked_memory_each_before_the_driver_is_asked();
+    a_lane_that_takes_long_is_not_waited_for();
 }

@@ -1,0 +1,164 @@
+// SPDX-License-Identifier: Apache-2.0
+// Pages of a tmpfs are written by many threads at once; where there is none, nothing is written, and nobody dies of it.
+#include "check.hpp"
+#include "sample.hpp"
+
+#include "core/error.hpp"
+#include "core/file.hpp"
+#include "core/unique_fd.hpp"
+#include "core/workers.hpp"
+#include "cuda_plugin/arena_dump.hpp"
+#include "cuda_plugin/arena_output.hpp"
+#include "cuda_plugin/present_pages.hpp"
+
+#include <fcntl.h>
+#include <sched.h>
+#include <sys/mount.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cerrno>
+#include <cstddef>
+#include <string>
+
+using namespace gpustasis;
+using sample::Buffer;
+
+namespace {
+
+constexpr std::size_t kMib = 1U << 20;
+constexpr std::size_t kChunk = 64U << 10;
+constexpr std::size_t kPages = 8 * kMib;
+constexpr std::size_t kRoom = 2 * kMib;
+
+struct Place {
+    sample::TempDir memory{"/dev/shm"};
+    UniqueFd file(const char* name, std::size_t size) const {
+        UniqueFd fd(::open(memory.path(name).c_str(), O_RDWR | O_CREAT, 0600));
+        CHECK(fd);
+        write_at(fd.get(), 0, sample::random_bytes(size, 1));
+        return fd;
+    }
+};
+
+Buffer read(int file, std::uint64_t offset, std::size_t size) {
+    Buffer bytes(size);
+    read_at(file, offset, bytes);
+    return bytes;
+}
+
+void bytes_are_where_they_were_put() {
+    const Place place;
+    const UniqueFd file = place.file("x", kPages);
+    PresentPages pages(file.get(), kPages);
+    Buffer wanted = read(file.get(), 0, kPages);
+    for (const auto& [at, size] : {std::pair<std::size_t, std::size_t>{0, 1},
+                                   {4095, 2},
+                                   {kMib + 17, kMib},
+                                   {kPages - kChunk, kChunk}}) {
+        const Buffer bytes = sample::random_bytes(size, at + 2);
+        std::ranges::copy(bytes, wanted.begin() + static_cast<std::ptrdiff_t>(at));
+        CHECK(pages.try_write(at, bytes));
+    }
+    CHECK(read(file.get(), 0, kPages) == wanted);
+}
+
+void what_is_beyond_is_not_written() {
+    const Place place;
+    const UniqueFd file = place.file("x", kPages);
+    const Buffer before = read(file.get(), 0, kPages);
+    PresentPages pages(file.get(), kPages);
+    const Buffer bytes = sample::random_bytes(kChunk, 3);
+    CHECK(!pages.try_write(kPages - kChunk + 1, bytes) && !pages.try_write(kPages, bytes));
+    CHECK(!pages.try_write(~std::uint64_t{0}, bytes));
+    CHECK(read(file.get(), 0, kPages) == before && file_size(file.get()) == kPages);
+    CHECK(!PresentPages(file.get(), 0).try_write(0, bytes));
+    CHECK(!PresentPages(-1, kPages).try_write(0, bytes));
+}
+
+void a_file_that_was_cut_is_no_signal() {
+    const Place place;
+    const UniqueFd file = place.file("x", kPages);
+    PresentPages pages(file.get(), kPages);
+    CHECK(::ftruncate(file.get(), kMib) == 0);
+    const Buffer bytes = sample::random_bytes(kChunk, 4);
+    CHECK(!pages.try_write(2 * kMib, bytes) && !pages.try_write(kMib - 4096, bytes));
+    CHECK(pages.try_write(kMib - kChunk, bytes));
+    CHECK(read(file.get(), kMib - kChunk, kChunk) == bytes && file_size(file.get()) == kMib);
+}
+
+// A hole in a tmpfs that is full.
+void a_page_that_memory_is_missing_for_is_no_signal() {
+    const sample::TempDir dir;
+    CHECK(::mkdir(dir.path("full").c_str(), 0700) == 0);
+    CHECK(::mount("tmpfs", dir.path("full").c_str(), "tmpfs", 0,
+                  ("size=" + std::to_string(kRoom)).c_str()) == 0);
+    {
+        const UniqueFd file(::open(dir.path("full/x").c_str(), O_RDWR | O_CREAT, 0600));
+        CHECK(file && ::ftruncate(file.get(), kPages) == 0);
+        PresentPages pages(file.get(), kPages);
+        const Buffer bytes = sample::random_bytes(kChunk, 5);
+        std::size_t written = 0;
+        while (written < kPages && pages.try_write(written, bytes))
+            written += kChunk;
+        CHECK(written != 0 && written <= kRoom);
+        CHECK(read(file.get(), 0, kChunk) == bytes);
+        try {
+            write_at(file.get(), written, bytes);
+            CHECK(false && "there is room");
+        } catch (const Error& e) {
+            CHECK(e.error_number() == ENOSPC);
+        }
+    }
+    CHECK(::umount2(dir.path("full").c_str(), MNT_DETACH) == 0);
+}
+
+// Of the pool, or new: threads that meet write at once, or in turn. Each byte has to be there.
+void an_image_is_what_its_threads_have_written() {
+    constexpr std::size_t kImage = 24 * kMib; // more than the pool has
+    for (const std::size_t pooled : {std::size_t{0}, 16 * kMib}) {
+        const Place place;
+        const std::string arena = place.memory.path("a");
+        CHECK(::mkdir(arena.c_str(), 0700) == 0 && ::mkdir((arena + "/pool").c_str(), 0700) == 0 &&
+              ::mkdir((arena + "/x").c_str(), 0700) == 0);
+        if (pooled != 0) {
+            const UniqueFd file(::open((arena + "/pool/0").c_str(), O_RDWR | O_CREAT, 0600));
+            write_at(file.get(), 0, sample::random_bytes(pooled, 6));
+        }
+        const UniqueFd top(::open(arena.c_str(), O_RDONLY | O_DIRECTORY));
+        const UniqueFd directory(::open((arena + "/x").c_str(), O_RDONLY | O_DIRECTORY));
+        ArenaConfig config;
+        config.path = arena;
+        ArenaRoom room(config, top.get(), "x");
+        room.prepare();
+        ArenaOutput output(room, top.get(), directory.get(), "x.img", 4096);
+        const Buffer wanted = sample::random_bytes(kImage, 7);
+        std::atomic<std::size_t> next = 0;
+        FirstFailure failure;
+        run_workers(4, failure, [&] {
+            for (std::size_t at = next.fetch_add(kChunk); at < kImage;
+                 at = next.fetch_add(kChunk)) {
+                Buffer chunk(wanted.begin() + static_cast<std::ptrdiff_t>(at),
+                             wanted.begin() + static_cast<std::ptrdiff_t>(at + kChunk));
+                output.write(at, chunk, kChunk);
+            }
+        });
+        output.commit(kImage);
+        const UniqueFd image(::openat(directory.get(), "x.img", O_RDONLY));
+        CHECK(image && file_size(image.get()) == kImage);
+        CHECK(read(image.get(), 0, kImage) == wanted);
+    }
+}
+
+} // namespace
+
+int main() {
+    CHECK(::unshare(CLONE_NEWNS) == 0 && // what is mounted goes away with this program
+          ::mount(nullptr, "/", nullptr, MS_REC | MS_PRIVATE, nullptr) == 0);
+    bytes_are_where_they_were_put();
+    what_is_beyond_is_not_written();
+    a_file_that_was_cut_is_no_signal();
+    a_page_that_memory_is_missing_for_is_no_signal();
+    an_image_is_what_its_threads_have_written();
+}
