@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from os import PathLike
 from types import TracebackType
-from typing import Final, Self
+from typing import Final, Self, TypeAlias
 
 from typing_extensions import Buffer
 
@@ -16,6 +16,8 @@ from gpustasis._core_requirements import Requirements
 from gpustasis._core_seal import *  # noqa: F403
 from gpustasis._core_seal import DataKey
 from gpustasis._core_signature import *  # noqa: F403
+
+_Path: TypeAlias = str | PathLike[str]
 
 MIN_CHUNK_SIZE: int
 MAX_CHUNK_SIZE: int
@@ -150,7 +152,7 @@ class WriteResult:
     def digest(self) -> bytes: ...
 
 def write_image(
-    path: str | PathLike[str],
+    path: _Path,
     info: ImageInfo,
     memory: Sequence[tuple[int, Buffer]],
     *,
@@ -163,27 +165,27 @@ def write_image(
 ) -> WriteResult: ...
 def flatten_image(
     image: ImageReader,
-    path: str | PathLike[str],
+    path: _Path,
     threads: int = 0,
     progress: Callable[[int], object] | None = None,
 ) -> WriteResult: ...
 def drain_images(
-    arena: str | PathLike[str],
-    images: str | PathLike[str],
-    parent: str | PathLike[str] | None,
+    arena: _Path,
+    images: _Path,
+    parent: _Path | None,
     *,
     threads: int = 0,
     compress: bool = True,
     rate: int = 0,
     progress: Callable[[int], object] | None = None,
 ) -> Manifest: ...
-def link_parent(dir: str | PathLike[str], parent: str | PathLike[str]) -> None: ...
+def link_parent(dir: _Path, parent: _Path) -> None: ...
 
 class ParentIndex:
     def __init__(self, chunk_size: int = 0) -> None: ...
-    def add(self, dir: str | PathLike[str], checkpoint_id: bytes, task: ManifestTask) -> None: ...
+    def add(self, dir: _Path, checkpoint_id: bytes, task: ManifestTask) -> None: ...
     @staticmethod
-    def read(dir: str | PathLike[str]) -> ParentIndex: ...
+    def read(dir: _Path) -> ParentIndex: ...
     @property
     def manifest(self) -> Manifest: ...
     @property
@@ -208,11 +210,11 @@ class ChunkInfo:
 
 class ImageReader:
     @staticmethod
-    def open(path: str | PathLike[str]) -> ImageReader: ...
+    def open(path: _Path) -> ImageReader: ...
     @staticmethod
     def open_part(fd: int, offset: int, length: int, name: str) -> ImageReader: ...
     @staticmethod
-    def find_sealed(directory: str | PathLike[str], name: str, key: DataKey) -> ImageReader: ...
+    def find_sealed(directory: _Path, name: str, key: DataKey) -> ImageReader: ...
     @staticmethod
     def from_ends(header: Buffer, tail: Buffer, size: int, name: str) -> ImageReader: ...
     @staticmethod
@@ -247,7 +249,7 @@ class ImageReader:
     ) -> None: ...
 
 class FlatImageWriter:
-    def __init__(self, image: ImageReader, path: str | PathLike[str]) -> None: ...
+    def __init__(self, image: ImageReader, path: _Path) -> None: ...
     def put(self, index: int, stored: Buffer) -> None: ...
     def finish(self) -> WriteResult: ...
     def __enter__(self) -> Self: ...
@@ -317,11 +319,11 @@ class Manifest:
     requirements: Final[Requirements | None]
     pack: Final[bytes | None]
 
-def read_manifest(dir: str | PathLike[str]) -> Manifest: ...
+def read_manifest(dir: _Path) -> Manifest: ...
 def parse_manifest(data: Buffer, name: str) -> Manifest: ...
 def stored_memory_digest(entries: Sequence[tuple[ManifestTask, Sequence[Region]]]) -> bytes: ...
 def write_manifest(
-    dir: str | PathLike[str], manifest: Manifest, *, ns: tuple[int, int] | None = None
+    dir: _Path, manifest: Manifest, *, ns: tuple[int, int] | None = None
 ) -> None: ...
 
 PACK_NAME: Final[str]
@@ -334,22 +336,17 @@ class PackedFile:
 
 class PackReader:
     @staticmethod
-    def open(dir: str | PathLike[str]) -> PackReader: ...
+    def open(dir: _Path) -> PackReader: ...
     checkpoint_id: Final[bytes]
     digest: Final[bytes]
     size: Final[int]
     files: Final[list[PackedFile]]
     def read(self, name: str) -> bytes: ...
-    def extract(self, dir: str | PathLike[str], threads: int = 0, without: str = "") -> None: ...
+    def extract(self, dir: _Path, threads: int = 0, without: str = "") -> None: ...
     def verify(self, threads: int = 0) -> None: ...
 
 def write_pack(
-    source: str | PathLike[str],
-    names: Sequence[str],
-    target: str | PathLike[str],
-    *,
-    checkpoint_id: bytes,
-    threads: int = 0,
+    source: _Path, names: Sequence[str], target: _Path, *, checkpoint_id: bytes, threads: int = 0
 ) -> bytes: ...
 
 class DropRecord:
@@ -379,7 +376,7 @@ def is_drop_over(pid: int, restore_thread: int) -> bool: ...
 def is_userfaultfd_setting_left() -> bool: ...
 def list_drop_records() -> list[DropRecord]: ...
 def restore_handed_over(
-    directory: str | PathLike[str],
+    directory: _Path,
     pid: int,
     image: str,
     checkpoint_id: bytes,
@@ -391,7 +388,7 @@ def restore_handed_over(
 ) -> int: ...
 def list_checkpoint_records() -> list[DropRecord]: ...
 def refill_dropped(
-    directory: str | PathLike[str],
+    directory: _Path,
     pid: int,
     image: str,
     checkpoint_id: bytes,

@@ -12,12 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from gpustasis._core import ARENA_MARKER, MANIFEST_NAME
-from gpustasis.agent.config import Config
+import gpustasis
+from gpustasis._core import ARENA_MARKER, MANIFEST_NAME, ImageReader
+from gpustasis.agent.config import Config, Target
 from gpustasis.agent.drains import Drains
 from gpustasis.agent.operations import Operation
-from gpustasis.agent.subjects import Subject
+from gpustasis.agent.subjects import Subject, held
 from gpustasis.agent.work import Work, remove_failed, require_whole
+from gpustasis.criu.run import Run
 from gpustasis.draining.drain import drain
 from gpustasis.errors import AgentError, ImageError
 from gpustasis.image.arena import Tier, tier_of
@@ -86,6 +88,91 @@ def test_a_damaged_one_in_memory_is_removed_with_it(made: Path, directory: Path)
     with pytest.raises((AgentError, ImageError), match="it was removed"):
         require_whole(images, keep=False)
     assert names(made) == [] and not images.exists()
+
+
+def refuse(*_: object, **__: object) -> None:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def lack_memory(*_: object, **__: object) -> None:
+    raise MemoryError
+
+
+@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("fail", [refuse, lack_memory])
+def test_what_cannot_be_read_is_not_damaged(
+    made: Path,
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    fail: Callable[..., None],
+    times: int,
+) -> None:
+    """A disk that does not answer, memory that is short: the only copy may be in memory. The first
+    look fails, or the second one too."""
+    images, failed = directory / NAME, list[int]()
+    stored = local_checkpoints.make_local(images, made)
+
+    class Failing:
+        @staticmethod
+        def open(path: Path) -> ImageReader:
+            failed.append(1)
+            if len(failed) <= times:
+                fail()
+            return ImageReader.open(path)
+
+    monkeypatch.setattr("gpustasis.image.checkpoint.ImageReader", Failing)
+    with pytest.raises(AgentError, match=r"^whether .* cannot be told: .*it was left there"):
+        require_whole(images, keep=False)
+    monkeypatch.undo()
+    assert names(made) == [stored.name] and tier_of(images) is Tier.LOCAL
+    require_whole(images, keep=False)
+
+
+def test_what_is_locked_is_not_damaged(
+    made: Path, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    images = directory / NAME
+    stored = local_checkpoints.make_local(images, made)
+    monkeypatch.setattr("gpustasis.image.directory.PATIENCE_S", 0.1)
+    with (
+        locked(stored, fcntl.LOCK_EX),
+        pytest.raises(AgentError, match=r"cannot be told: .* locked for 0\.1 s.*left there"),
+    ):
+        require_whole(images, keep=False)
+    assert names(made) == [stored.name] and tier_of(images) is Tier.LOCAL
+
+
+def test_one_that_was_made_is_not_removed_as_a_failed_one(
+    made: Path, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It could not be read when it was checked, and no more when it is looked what is left."""
+    images, pid = directory / NAME, os.getpid()
+
+    def dump(_: int, place: Path, **__: object) -> gpustasis.Checkpoint:
+        place.rmdir()
+        local_checkpoints.make_local(place, made)
+        run = Run(pid=pid, criu_version="4.3", log=place, seconds=1.0, statistics=None)
+        return gpustasis.Checkpoint(place, dump=run)
+
+    def fail(_: Path) -> None:
+        try:
+            refuse()
+        except OSError as exc:
+            raise ImageError(str(exc)) from exc
+
+    monkeypatch.setattr("gpustasis.checkpoint", dump)
+    monkeypatch.setattr("gpustasis.agent.work.require_not_ours", lambda _: None)
+    target = Target(name="train", pidfile=Path("/x"), verify=True)
+    operation = Operation(subject=Subject(pid=pid), uid=0, place=str(images))
+    with held(pid) as process:
+        work = Work(operation, Config(tier="ram"), target, process)
+        with monkeypatch.context() as patch:
+            patch.setattr("gpustasis.image.store.is_file", refuse)
+            patch.setattr("gpustasis.image.verification.inventory_plugins", fail)
+            with pytest.raises(AgentError, match=r"cannot be told: .*it was left there"):
+                work.run()
+            work.discard()
+    assert len(names(made)) == 1 and tier_of(images) is Tier.LOCAL
 
 
 def test_what_somebody_is_at_work_on_stays_as_it_is(made: Path, directory: Path) -> None:
@@ -223,6 +310,18 @@ def forget(local: Local) -> None:
 
 def empty_marker(local: Local) -> None:
     os.truncate(local.images / ARENA_MARKER, 0)
+
+
+def test_a_drain_whose_failure_says_nothing_has_failed(
+    made: Path, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_drainable(made, directory / NAME)
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError
+
+    monkeypatch.setattr("gpustasis.agent.drains.drain", fail)
+    assert drained_at_once(directory) == (False, 1, [])
 
 
 @pytest.mark.parametrize("act", [of_another_boot, forget, empty_marker, Local.break_off])

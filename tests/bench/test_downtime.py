@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from gpustasis._core import DEFAULT_CHUNK_SIZE
 from gpustasis.emulator import Emulator
 from gpustasis_bench.bench import beside
 from gpustasis_bench.bench.beside import InMemory, drain, spin
@@ -34,7 +35,7 @@ from gpustasis_bench.bench.content import Content, make_content, read_content
 from gpustasis_bench.bench.course import Course
 from gpustasis_bench.bench.downtime import SHAPES, Downtime
 from gpustasis_bench.bench.downtime_bounds import evaluate_downtime
-from gpustasis_bench.bench.downtime_figures import require_kept
+from gpustasis_bench.bench.downtime_figures import new_bytes, require_kept
 from gpustasis_bench.bench.downtime_page import downtime_text
 from gpustasis_bench.bench.markdown import (
     BEGIN,
@@ -44,7 +45,7 @@ from gpustasis_bench.bench.markdown import (
     write_page,
 )
 from gpustasis_bench.bench.medium import Medium
-from gpustasis_bench.bench.model import Rates
+from gpustasis_bench.bench.model import PUBLISHED_HOST, Rates
 from gpustasis_bench.bench.programs import compile_program, why_refused
 from gpustasis_bench.bench.timing import run_timed
 from gpustasis_bench.contents.layout import ContentWriter
@@ -117,6 +118,10 @@ def test_shapes_are_measured(part: Downtime) -> None:
     text = downtime_text(report)
     assert text.count("| 1 | 2 | staged | ours |") == 1
     assert "Not measured" not in text
+    # Of the host of the predictions nobody has published how fast its memory is.
+    assumed = f"That its memory takes {PUBLISHED_HOST.memory / 1e9:g} GB/s and gives back as much"
+    assert PUBLISHED_HOST.memory == PUBLISHED_HOST.memory_back
+    assert assumed in text and "is assumed" in text
 
 
 def hold_ratios(part: dict[str, Any], name: str) -> None:
@@ -166,6 +171,7 @@ def test_a_content_is_measured_without_the_drivers_time_too(
     part.begin()
     part.measure_content(content)
     (found,) = part.found["contents"]
+    assert found["nonzero_bytes"] == 8 * MIB < found["gpu_bytes"]  # the segment is larger
     ours = found["contenders"][OURS]
     # Both ways, down and up; what is asked before the lock is not of the time that it stands still.
     both = content.gpu_bytes / 2e9 + content.gpu_bytes / 5e7
@@ -187,7 +193,11 @@ def test_a_second_checkpoint_is_measured_full_and_on_top(
     part.measure_second(two_states)
     (found,) = part.found["second"]
     assert set(found["contenders"]) == {OURS, OURS_KEPT, OURS_RAM}
+    assert (found["nonzero_bytes"], two_states.nonzero_bytes(0)) == (3 * MIB + 1020, 3 * MIB + 1000)
     for one in found["contenders"].values():
+        # One chunk is new, and of its few bytes that are not zero little is stored.
+        assert one["new_plain_bytes"] == DEFAULT_CHUNK_SIZE
+        assert 1020 < one["new_stored_bytes"] < MIB
         assert set(one["downtime_seconds"]) == {"full", "incremental"}
         assert one["ratio"]["pairs"] == 1
     assert found["contenders"][OURS]["without_driver_seconds"]["full"] > 0
@@ -198,6 +208,20 @@ def test_a_second_checkpoint_is_measured_full_and_on_top(
     assert "Second checkpoint of sample, ours" in downtime_text(made_report(part.found))
 
 
+def test_what_is_new_in_a_dump_is_what_it_has_stored_itself() -> None:
+    """Not what a parent or another image has, and no zeros."""
+
+    def task(file_bytes: int, **plain: int) -> dict[str, Any]:
+        names = ("zero", "lz4", "raw", "ref", "alike")
+        return {"file_bytes": file_bytes} | {
+            name: {"chunks": 1, "plain_bytes": plain.get(name, 10**9), "stored_bytes": 5}
+            for name in names
+        }
+
+    record = {"tasks": [task(700, lz4=1000, raw=30), task(60, lz4=200, raw=4)]}
+    assert new_bytes(record) == (1234, 760)
+
+
 @pytest.fixture
 def two_states(tmp_path: Path) -> Content:
     folder = tmp_path / "contents" / "sample"
@@ -206,7 +230,7 @@ def two_states(tmp_path: Path) -> Content:
     writer.add("first", "noise", os.urandom(3 * MIB))
     writer.add("second", "noise", os.urandom(1000))
     writer.next_state()
-    writer.change("second", os.urandom(1000))
+    writer.change("second", os.urandom(1020))  # its place has room
     writer.finish("sample", folder)
     made = read_content(folder)
     assert made is not None

@@ -4,21 +4,17 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gpustasis_bench.bench.bounds import WRITING
 from gpustasis_bench.bench.contenders import (
     OURS,
     OURS_BOTH,
     OURS_DIRECT,
     OURS_KEPT,
     OURS_RAM,
-    STAGED,
     STOCK,
-    variants,
 )
 from gpustasis_bench.bench.downtime_bounds import evaluate_downtime
 from gpustasis_bench.bench.downtime_figures import described
@@ -143,10 +139,14 @@ def test_bounds_are_met_or_missed_as_they_were_measured(by: float, met: bool) ->
     for bound in bounds:
         assert (bound["met"], bound["not_measured"]) == (met, None), bound["name"]
         assert bound["measured"] is not None
-    # What could be reached here stands beside it; of host memory nothing limits it.
-    assert [each["name"] for each in bounds if each["best"] is None] == [
-        "host memory beyond the job, direct dump of fine-tuning, MiB"
+    # What could be reached here stands beside it; these two nothing limits that is known.
+    unlimited = [each for each in bounds if each["best"] is None]
+    assert [each["name"] for each in unlimited] == [
+        "host memory beyond the job, direct dump of fine-tuning, MiB",
+        "slowdown of programs on all processors beside a drain, percent",
     ]
+    for each in unlimited:
+        assert (each["parts"], each["least_of"], each["in_turn"]) == (None, None, None)
 
 
 def test_what_was_not_measured_says_why_and_is_not_met() -> None:
@@ -171,69 +171,6 @@ def test_what_was_not_measured_says_why_and_is_not_met() -> None:
         assert not each["met"]
         assert each["not_measured"].endswith("downtime: the emulator did not start")
     assert evaluate_downtime(made_report({}) | {"downtime": None}) == []
-
-
-def test_the_best_that_can_be_is_what_the_model_makes_of_the_machine() -> None:
-    report = made_report(made_up())
-    by_name = {each["name"]: each for each in evaluate_downtime(report)}
-    first = by_name["fine-tuning downtime, stock over ours ram"]
-    size = 2048 * MIB
-    # One image, over pages that are there; one GPU, a new file of a tmpfs. One thread for each.
-    both = 1 / (1 / 10e9 + 1 / (2 / (1 / 40e9 + 1 / 15e9)) + 1 / 5e9)
-    down, up = size / 2e9, size / 2.5e9
-    assert first["parts"]["storing"] == pytest.approx(size / both, abs=1e-3)
-    assert first["in_turn"] == pytest.approx(3.0 / (down + size / both + up), abs=1e-2)
-    assert first["least_of"] == "the driver, to the host"
-    without = by_name["the same, without the driver's time"]
-    assert without["in_turn"] == pytest.approx(1.5 / (size / both), abs=1e-2)
-    (row,) = (
-        each
-        for each in report["downtime"]["model"]
-        if (each["tasks"], each["contender"]) == (8, STOCK)
-    )
-    # 256 MiB at rates divided by 16, eight times; CRIU with one thread; 0.1 s of its own
-    assert row["predicted_seconds"] == pytest.approx(
-        0.1 + 8 * 16 * 256 * MIB * (1 / 2e9 + 1 / 7e9) + 8 * 256 * MIB / 2.5e9, rel=1e-3
-    )
-    assert {each.rates for each in variants(Path("arena")) if each.name == STOCK} == {STAGED}
-
-
-def test_the_best_of_a_restore_is_the_bytes_the_processors_and_the_driver() -> None:
-    """Of 2 GiB in eight tasks, at the rates of LIMITS and of a driver divided by 16."""
-    report = copy.deepcopy(made_report(made_up()))
-    report["limits"]["tmpfs"]["write"]["2"] = 4.5e9
-    bounds = {each["name"]: each for each in evaluate_downtime(report)}
-    size = 2048 * MIB
-    writing, filling, back = size / 4e9, size / 4.5e9, 16 * 256 * MIB / 7e9
-    assert filling < back  # all within the driver's time
-    common = {
-        WRITING: pytest.approx(writing, abs=1e-3),
-        "the driver, back": pytest.approx(back, abs=1e-3),
-    }
-    # A disk works while processors do, and takes as long as in the same rounds; what is in memory
-    # is written from there.
-    cold = bounds["restore of 8 tasks with a GPU each, stock (staged) over ours"]
-    assert cold["parts"] == common | {"all but the bytes": 0.2, "reading from disk": 2.0}
-    assert writing < 2.0
-    assert cold["in_turn"] == pytest.approx(16.0 / (0.2 + 2.0 + back), rel=1e-3)
-    assert cold["least_of"] == "reading from disk"
-    assert cold["best"] == 8.0
-    warm = bounds[
-        "restore from memory of 8 tasks with a GPU each, stock (staged, page cache) over ours ram"
-    ]
-    assert warm["parts"] == common | {"all but the bytes": 0.15}
-    assert warm["in_turn"] == pytest.approx(14.0 / (0.15 + writing + back), rel=1e-3)
-    # Of one GPU that is not slowed down, filling takes longer, into one file of a tmpfs. The
-    # restore from the disk took 2 s.
-    filling = size / 2.5e9
-    assert filling > size / 7e9
-    again = bounds["restore from memory over one from the disk, fine-tuning, ours ram"]
-    assert again["in_turn"] == pytest.approx((size / 4e9 + filling) / 2.0, rel=1e-3)
-    # Without staging the bytes never lie in the task, and the driver takes them as they come.
-    direct = bounds["restore of 8 tasks with a GPU each, stock (staged) over ours direct"]
-    assert WRITING not in direct["parts"]
-    assert 16 * 256 * MIB / 11e9 < 2.0
-    assert direct["in_turn"] == pytest.approx(16.0 / (0.2 + 2.0), rel=1e-3)
 
 
 def test_what_was_measured_to_be_better_shows_no_limit() -> None:
@@ -265,88 +202,9 @@ def test_rounds_that_were_apart_have_an_interval_of_their_own() -> None:
         found.append((bounds[title]["low"], bounds[title]["measured"], bounds[title]["high"]))
         many.reverse()
     assert found[0] == found[1]
-    assert found[0][0] < 1.3 < found[0][1] < 1.45 < found[0][2]
-
-
-def test_what_another_setting_saves_is_no_limit() -> None:
-    """Nor is our own overhead in a restore, where stock has less."""
-    whole = made_up()
-    for shape in whole["shapes"]:
-        shape["fixed_restore_seconds"] = dict.fromkeys(shape["fixed_restore_seconds"], 0.9)
-        shape["fixed_restore_seconds"][STOCK] = 0.2
-    bounds = {each["name"]: each for each in evaluate_downtime(made_report(whole))}
-    dump = bounds["dump of 8 tasks with a GPU each, stock (staged) over ours"]
-    assert "dropping the pages" not in dump["parts"]
-    restore = bounds["restore of 8 tasks with a GPU each, stock (staged) over ours"]
-    assert restore["parts"]["all but the bytes"] == 0.2
-
-
-def test_the_best_of_a_dump_to_the_disk_stores_as_long_as_writing_took_in_its_rounds() -> None:
-    bounds = {each["name"]: each for each in evaluate_downtime(made_report(made_up()))}
-    disk = "the disk, while the driver hands memory over"  # what is direct is stored meanwhile
-    for name, part in ((OURS, "storing"), (OURS_DIRECT, disk)):
-        dump = bounds[f"dump of 8 tasks with a GPU each, stock (staged) over {name}"]
-        assert dump["parts"][part] == 3.0
-        assert ("storing" in dump["parts"]) == (name == OURS)
-        assert dump["in_turn"] == pytest.approx(16.0 / sum(dump["parts"].values()), rel=1e-3)
-    direct = bounds[f"fine-tuning downtime, stock (staged) over {OURS_DIRECT}"]
-    assert direct["parts"][disk] == 0.7
-    in_memory = bounds[f"dump of 8 tasks with a GPU each, stock (staged) over {OURS_RAM}"]
-    assert in_memory["parts"]["storing"] < 1.0
-
-
-@pytest.mark.parametrize(
-    ("writing", "limit", "seconds"),
-    [
-        (0.2, "the driver, to the host", 2048 * MIB / 9e9),
-        (0.3, "the disk, while the driver hands memory over", 0.3),
-    ],
-)
-def test_a_direct_dump_is_held_up_by_the_slower_of_driver_and_disk(
-    writing: float, limit: str, seconds: float
-) -> None:
-    whole = made_up()
-    (content,) = whole["contents"]
-    content["contenders"][OURS_DIRECT]["writing_seconds"] = writing
-    bounds = {each["name"]: each for each in evaluate_downtime(made_report(whole))}
-    found = bounds[f"fine-tuning downtime, stock (staged) over {OURS_DIRECT}"]
-    slow = [name for name in found["parts"] if "driver" in name and "back" not in name]
-    assert slow == [limit]
-    assert found["parts"][limit] == pytest.approx(seconds, abs=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("reading", "limit", "seconds"),
-    [
-        (0.3, "reading back, while the driver takes memory", 0.3),
-        (0.1, "the driver, back", 2048 * MIB / 11e9),
-    ],
-)
-def test_the_way_back_is_held_up_by_the_slower_of_driver_and_reading(
-    reading: float, limit: str, seconds: float
-) -> None:
-    """As it was measured in the same rounds."""
-    whole = made_up()
-    (content,) = whole["contents"]
-    content["contenders"][OURS_DIRECT]["reading_seconds"] = reading
-    bounds = {each["name"]: each for each in evaluate_downtime(made_report(whole))}
-    found = bounds[f"fine-tuning downtime, stock (staged) over {OURS_DIRECT}"]
-    assert [name for name in found["parts"] if "back" in name] == [limit]
-    assert found["parts"][limit] == pytest.approx(seconds, abs=1e-4)
-
-
-def test_a_direct_dump_into_memory_is_held_up_by_the_slower_of_driver_and_storing() -> None:
-    title = f"fine-tuning downtime, stock (staged) over {OURS_BOTH}"
-    for rate, limit in (
-        (1e9, "storing, while the driver hands memory over"),
-        (90e9, "the driver, to the host"),
-    ):
-        report = copy.deepcopy(made_report(made_up()))
-        report["limits"]["tmpfs"]["rewrite"]["1"] = rate
-        report["limits"]["tmpfs"]["read"]["2"] = 90e9
-        report["limits"]["xxh3"] = report["limits"]["lz4_random"] = 90e9
-        (found,) = (each for each in evaluate_downtime(report) if each["name"] == title)
-        assert [name for name in found["parts"] if "hand" in name or "to the" in name] == [limit]
+    # Welch: 0.338 ± t of 3 degrees of freedom, 3.182, times 0.0712, of the logarithms. A normal
+    # quantile of 1.96 makes it 1.220 to 1.612.
+    assert found[0] == pytest.approx((1.118, 1.402, 1.759), abs=0.01)
 
 
 def test_the_slowdown_of_neighbours_is_proven_by_its_own_interval() -> None:

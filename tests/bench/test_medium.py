@@ -8,13 +8,16 @@ import errno
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from bench.test_bench import MIB
-from gpustasis_bench.bench import storage
+from gpustasis._core import DEFAULT_CHUNK_SIZE
+from gpustasis_bench.bench import limits, storage
 from gpustasis_bench.bench.limits import measure_limits
 from gpustasis_bench.bench.medium import Medium, filesystem_of, resident_share
 from gpustasis_bench.errors import BenchError
@@ -173,17 +176,133 @@ def _of_process(figure: str) -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{figure}:"))
 
 
-def test_limits_of_a_tmpfs_tell_new_pages_from_those_that_are_there() -> None:
+@pytest.fixture
+def in_memory() -> Iterator[Medium]:
     folder = TMPFS / f"gpustasis-test-{os.getpid()}"
     folder.mkdir()
-    in_memory = Medium(name="tmpfs", folder=folder, filesystem="tmpfs")
     try:
-        written = _of_process("wchar")
-        found = measure_limits([in_memory], 16 * MIB)["tmpfs"]
-        assert set(found) == {"write", "rewrite", "read"}
-        assert all(set(rates) == {"1", "2"} for rates in found.values())
-        # By one thread and by two, three times each: once, twice, and once to be read.
-        assert _of_process("wchar") - written >= 2 * 3 * (1 + 2 + 1) * 16 * MIB
+        yield Medium(name="tmpfs", folder=folder, filesystem="tmpfs")
         assert list(folder.iterdir()) == []
     finally:
         shutil.rmtree(folder)
+
+
+def test_limits_of_a_tmpfs_are_of_one_thread_and_of_two(in_memory: Medium) -> None:
+    written = _of_process("wchar")
+    found = measure_limits([in_memory], 16 * MIB)["tmpfs"]
+    assert set(found) == {"write", "rewrite", "read"}
+    assert all(set(rates) == {"1", "2"} for rates in found.values())
+    # By one thread and by two, three times each: once for each of the three, at least.
+    assert _of_process("wchar") - written >= 2 * 3 * 3 * 16 * MIB
+
+
+@dataclass
+class Pass:
+    """Files before and after threads worked side by side."""
+
+    threads: int
+    before: dict[str, bytes]
+    after: dict[str, bytes]
+
+
+@pytest.fixture
+def passes(in_memory: Medium, monkeypatch: pytest.MonkeyPatch) -> list[Pass]:
+    """Each takes one second more than the one before."""
+    found: list[Pass] = []
+
+    def content() -> dict[str, bytes]:
+        files = {path.name: path for path in in_memory.folder.iterdir()}
+        for path in files.values():
+            assert path.stat().st_blocks * 512 == path.stat().st_size  # no page is missing
+        return {name: path.read_bytes() for name, path in files.items()}
+
+    def observed(threads: int, work: Callable[[int], None]) -> float:
+        before = content()
+        storage.timed_together(threads, work)
+        found.append(Pass(threads, before, content()))
+        return float(len(found))
+
+    monkeypatch.setattr(limits, "timed_together", observed)
+    return found
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_pages_that_are_there_are_written_by_all_threads_in_one_file(
+    in_memory: Medium, passes: list[Pass], threads: int
+) -> None:
+    """The time is the second pass's: the first has made the pages."""
+    part = 4 * MIB
+    assert limits._rewrite(in_memory, part, threads) == 2.0
+    made, again = passes
+    assert (made.threads, made.before) == (1, {})
+    assert again.threads == threads
+    (before,) = again.before.values()
+    (after,) = again.after.values()
+    assert again.before.keys() == again.after.keys()
+    assert len(before) == len(after) == threads * part
+    step = DEFAULT_CHUNK_SIZE
+    blocks = [(before[at : at + step], after[at : at + step]) for at in range(0, len(after), step)]
+    assert all(old != new for old, new in blocks)
+    # Each thread has a buffer of its own, and a part.
+    parts = [{new for _, new in blocks[at : at + 16]} for at in range(0, len(blocks), 16)]
+    assert [len(each) for each in parts] == [1] * threads
+    assert len(set().union(*parts)) == threads
+
+
+def test_new_pages_are_written_by_each_thread_in_a_file_of_its_own(
+    in_memory: Medium, passes: list[Pass]
+) -> None:
+    assert limits._write(in_memory, 4 * MIB, 2) == 1.0
+    (only,) = passes
+    assert (only.threads, only.before) == (2, {})
+    assert [len(each) for each in only.after.values()] == [4 * MIB] * 2
+
+
+@pytest.mark.parametrize("kind", ["write", "read"])
+def test_a_tmpfs_is_written_and_read_in_blocks_as_large_as_chunks(
+    in_memory: Medium, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    sizes: set[int] = set()
+    write, readv = os.write, os.readv
+
+    def seen_write(handle: int, data: bytes) -> int:
+        sizes.add(len(data))
+        return write(handle, data)
+
+    def seen_readv(handle: int, buffers: list[bytearray]) -> int:
+        sizes.update(map(len, buffers))
+        return readv(handle, buffers)
+
+    monkeypatch.setattr(os, "write", seen_write)
+    monkeypatch.setattr(os, "readv", seen_readv)
+    measure = {"write": limits._write, "read": limits._read}[kind]
+    assert measure(in_memory, 4 * MIB, 2) > 0
+    assert sizes == {DEFAULT_CHUNK_SIZE}
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_who_does_not_have_the_files_lock_copies_to_mapped_pages(
+    in_memory: Medium, monkeypatch: pytest.MonkeyPatch, refused: bool
+) -> None:
+    """One thread keeps the lock until the other has asked for a page."""
+    asked, advices = threading.Event(), []
+    madvise, pwrite = limits._libc.madvise, os.pwrite
+
+    def slow_pwrite(handle: int, data: bytes, at: int) -> int:
+        assert asked.wait(30)
+        return pwrite(handle, data, at)
+
+    def seen_madvise(address: int, size: int, advice: int) -> int:
+        advices.append((size, advice))
+        asked.set()
+        # What the kernel does not know it refuses, as a kernel before 5.14 does.
+        return int(madvise(address, size, 9999 if refused else advice))
+
+    monkeypatch.setattr(os, "pwrite", slow_pwrite)
+    monkeypatch.setattr(limits._libc, "madvise", seen_madvise)
+    if refused:
+        with pytest.raises(BenchError, match=r"MADV_POPULATE_WRITE\).*: Invalid argument"):
+            limits._rewrite(in_memory, 4 * MIB, 2)
+    else:
+        assert limits._rewrite(in_memory, 4 * MIB, 2) > 0
+    assert set(advices) == {(DEFAULT_CHUNK_SIZE, 23)}

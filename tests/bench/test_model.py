@@ -36,6 +36,20 @@ EVEN = Host(
     fixed=1,
 )
 RATES = Rates(down=2, up=8)
+MACHINE = {
+    "read_process": {"1": 6.0, "2": 10.0},
+    "write_process": {"1": 2.0, "2": 4.0},
+    "memcpy": {"1": 9.0, "2": 14.0},
+    "drop": {"1": 15.0},
+    "xxh3": 60.0,
+    "lz4_random": 30.0,
+    "tmpfs": {
+        "write": {"1": 2.5, "2": 3.5},
+        "rewrite": {"1": 5.0, "2": 7.0},
+        "read": {"1": 6.0, "2": 8.0},
+    },
+    "disk": {"write": {"8": 1.5}, "read": {"8": 3.0}},
+}
 SPEEDS = st.floats(min_value=0.1, max_value=1e4)
 WAYS = st.builds(
     Way,
@@ -50,18 +64,20 @@ SHAPES = st.builds(
     tasks=st.integers(1, 8),
     gpus=st.integers(1, 8),
     size=st.floats(min_value=0, max_value=1e6),
+    filled_share=st.floats(min_value=0, max_value=1),
 )
 HOSTS = st.builds(
     Host,
     **{
         field.name: SPEEDS
         for field in dataclasses.fields(Host)
-        if field.name not in ("fixed", "stage", "unstage", "map_down", "map_up")
+        if field.name not in ("fixed", "stage", "unstage", "map_down", "map_up", "filled")
     },
     stage=SPEEDS,
     unstage=SPEEDS,
     map_down=SPEEDS,
     map_up=SPEEDS,
+    filled=SPEEDS,
     fixed=st.floats(min_value=0, max_value=10),
 )
 ALL_RATES = st.builds(Rates, down=SPEEDS, up=SPEEDS)
@@ -103,14 +119,51 @@ def test_the_host_limits_a_driver_that_is_its_processors() -> None:
     assert (found.down, found.up) == (400, 400)
 
 
-def test_what_comes_back_is_hashed_and_not_tried_with_lz4() -> None:
-    """Direct memory: a byte takes 1/20 + 1/5 + 1/10 of a second down, 1/20 + 1/50 + 1/10 up."""
-    host = dataclasses.replace(EVEN, hash=5, check=50, map_down=20, map_up=20)
-    way = Way(direct=True, in_memory=True)
+def test_only_what_goes_to_the_disk_at_once_is_tried_with_lz4() -> None:
+    """Direct memory: a byte takes 1/20 + 1/5 of a second down, 1/20 + 1/50 up; with memory at both
+    ends instead of the disk 1/20 + 1/50 + 1/10. Out of a task it takes 1/20 + 1/50 + 1/10."""
+    host = dataclasses.replace(EVEN, hash=5, check=50, map_down=20, map_up=20, read_back=100)
+    one, quick = Shape(tasks=1, gpus=1, size=100), Rates(down=1000, up=1000)
+    disk = predict(Way(direct=True), one, quick, host)
+    assert (disk.down, disk.up) == (pytest.approx(25), pytest.approx(7))
+    memory = predict(Way(direct=True, in_memory=True), one, quick, host)
+    assert (memory.down, memory.up) == (pytest.approx(17), pytest.approx(17))
+    assert predict(Way(in_memory=True), one, quick, host).store == pytest.approx(17)
+    assert predict(Way(), one, quick, host).store == pytest.approx(25)
+
+
+def test_one_thread_fills_a_gpu_while_the_others_hash() -> None:
+    """Of 100 bytes the processors take 1/20 + 1/20 a byte: 10 s. One file after the other takes
+    1/4 a byte, and they do the rest meanwhile."""
+    host = dataclasses.replace(EVEN, map_up=20, read_back=100)
+    one, quick = Shape(tasks=1, gpus=1, size=100), Rates(down=1000, up=1000)
+    for filled, seconds in ((4, 25), (50, 10)):
+        slow = dataclasses.replace(host, filled=filled)
+        assert predict(Way(direct=True), one, quick, slow).up == pytest.approx(seconds)
+    assert predict(Way(), one, quick, dataclasses.replace(host, filled=4)).up == 0.1  # of staging
+
+
+def test_zeros_are_looked_at_and_go_nowhere() -> None:
+    """Of 100 bytes 40 are not zero."""
+    host = dataclasses.replace(EVEN, hash=5, check=50, stage=4, unstage=4)
+    shape = Shape(tasks=1, gpus=1, size=100, filled_share=0.4)
     quick = Rates(down=1000, up=1000)
-    found = predict(way, Shape(tasks=1, gpus=1, size=100), quick, host)
-    assert found.down == pytest.approx(35)
-    assert found.up == pytest.approx(17)
+    staged = predict(Way(), shape, quick, dataclasses.replace(host, storage=1000))
+    assert staged.store == pytest.approx(100 / 20 + 60 / 50 + 40 / 5)
+    assert (staged.down, staged.drop) == (25, 5)  # all of it lies in the task
+    assert (staged.refill, staged.up) == (pytest.approx(40 / 25), pytest.approx(10))
+    assert predict(Way(), shape, RATES, host).up == 12.5  # the driver copies zeros, too
+    ram = predict(Way(in_memory=True), shape, quick, host)
+    assert ram.store == pytest.approx(100 / 20 + 60 / 50 + 40 / 50 + 40 / 10)
+    host = dataclasses.replace(host, storage=0.5, read_back=2, filled=1, map_down=20, map_up=20)
+    direct = predict(Way(direct=True), shape, quick, host)
+    assert (direct.down, direct.up) == (80, 40)  # 40 bytes to the disk, and into a GPU
+    quick = dataclasses.replace(host, storage=1000, read_back=1000, filled=1000)
+    direct = predict(Way(direct=True), shape, Rates(down=2, up=2), quick)
+    assert (direct.down, direct.up) == (50, 20)  # onto zeros only the rest is copied
+    direct = predict(Way(direct=True), shape, Rates(down=1000, up=1000), quick)
+    assert direct.down == pytest.approx(100 / 20 + 60 / 50 + 40 / 5)
+    assert direct.up == pytest.approx(40 / 20 + 40 / 50)
 
 
 @given(way=WAYS, shape=SHAPES, rates=ALL_RATES, host=HOSTS)
@@ -166,36 +219,39 @@ def test_what_is_no_rate_is_refused(value: float) -> None:
 def test_what_is_no_job_is_refused() -> None:
     with pytest.raises(ValueError, match="is no job"):
         Shape(tasks=0, gpus=1, size=1)
+    with pytest.raises(ValueError, match="0 to 1 of its bytes"):
+        Shape(tasks=1, gpus=1, size=1, filled_share=1.1)
     with pytest.raises(ValueError, match="not negative"):
         dataclasses.replace(EVEN, fixed=-1)
 
 
 def test_the_machine_of_a_run() -> None:
-    limits = {
-        "read_process": {"1": 6.0, "2": 10.0},
-        "write_process": {"1": 2.0, "2": 4.0},
-        "memcpy": {"1": 9.0, "2": 14.0},
-        "drop": {"1": 15.0},
-        "xxh3": 60.0,
-        "lz4_random": 30.0,
-        "tmpfs": {
-            "write": {"1": 2.5, "2": 3.5},
-            "rewrite": {"1": 5.0, "2": 7.0},
-            "read": {"1": 6.0, "2": 8.0},
-        },
-        "disk": {"write": {"8": 1.5}, "read": {"8": 3.0}},
-    }
-    host = host_of(limits, "disk", "tmpfs", 0.2, Shape(tasks=8, gpus=1, size=1.0))
+    host = host_of(MACHINE, "disk", "tmpfs", 0.2, Shape(tasks=8, gpus=1, size=1.0), Way())
     assert (host.read, host.hash, host.check) == (10.0, 40.0, 120.0)
     assert (host.map_down, host.map_up) == (8.0, 3.5)  # the emulator's GPU memory is such a file
     assert (host.memory, host.memory_back, host.criu) == (7.0, 8.0, 2.5)
     assert (host.storage, host.read_back) == (1.5, 3.0)
     assert (host.drop, host.refill, host.stage, host.unstage) == (15.0, 4.0, 4.0, 3.5)
-    assert host.fixed == 0.2
-    # One image, and one GPU: to each of these files one thread at a time can write.
-    for gpus, filled in ((1, 2.5), (8, 3.5)):
-        host = host_of(limits, "disk", "tmpfs", 0.2, Shape(tasks=1, gpus=gpus, size=1.0))
-        assert (host.memory, host.unstage, host.map_up) == (5.0, filled, filled)
+    assert (host.filled, host.fixed) == (3.5, 0.2)
+
+
+@pytest.mark.parametrize(
+    ("tasks", "gpus", "in_turn", "unstage", "filled"),
+    [
+        (1, 1, False, 2.5, 2.5),
+        (1, 8, False, 2.5, 3.5),  # the task's driver fills one GPU after the other
+        (8, 1, False, 3.5, 3.5),
+        (8, 1, True, 2.5, 3.5),
+    ],
+)
+def test_to_each_file_of_a_gpu_one_thread_at_a_time_writes(
+    tasks: int, gpus: int, in_turn: bool, unstage: float, filled: float
+) -> None:
+    """All processors copy, in any case, to as many files as there are, and to the one image."""
+    shape = Shape(tasks=tasks, gpus=gpus, size=1.0)
+    host = host_of(MACHINE, "disk", "tmpfs", 0.2, shape, Way(in_turn=in_turn))
+    assert (host.unstage, host.filled) == (unstage, filled)
+    assert (host.map_up, host.memory) == (3.5, 7.0)
 
 
 def test_predictions_name_their_sources_and_what_is_not_of_the_gpu() -> None:

@@ -53,10 +53,13 @@ def test_a_bound_that_is_not_proven_says_so(
 @pytest.mark.parametrize(
     ("sign", "measured", "in_turn", "text"),
     [
-        (">=", 2.5, 2.9, "**no**, not possible here"),
+        # Without an interval it has to miss by more than 5 %: 2.85 by 5.3, 2.87 by 4.5.
+        (">=", 2.5, 2.85, "**no**, not possible here"),
+        (">=", 2.5, 2.87, "**no**"),
         (">=", 2.5, 3.1, "**no**"),
         (">=", 2.5, None, "**no**"),
-        ("<=", 3.5, 3.1, "**no**, not possible here"),
+        ("<=", 3.5, 3.16, "**no**, not possible here"),
+        ("<=", 3.5, 3.14, "**no**"),
         ("<=", 3.5, 2.9, "**no**"),
         (">=", 3.5, 2.9, "yes"),
     ],
@@ -71,9 +74,37 @@ def test_a_bound_out_of_reach_says_so(
     assert row.split(" | ")[4] == text
 
 
+@pytest.mark.parametrize(
+    ("sign", "low", "measured", "high", "in_turn", "is_out"),
+    [
+        # 2.4 is 1.2 times 2: the limit would have to be 2.5 at least.
+        (">=", 0.1, 2.0, 2.4, 2.49, True),
+        (">=", 0.1, 2.0, 2.4, 2.51, False),
+        (">=", 0.1, 2.0, 2.01, 2.98, True),  # a narrow one says more than 5 %
+        # 4 is 0.8 times 5: the limit would have to be 3.75 at most.
+        ("<=", 4.0, 5.0, 99.0, 3.76, True),
+        ("<=", 4.0, 5.0, 99.0, 3.74, False),
+        ("<=", 4.99, 5.0, 99.0, 3.01, True),
+        # What was measured is better than the limit.
+        (">=", 2.0, 2.2, 2.21, 2.1, False),
+        ("<=", 3.9, 4.0, 4.1, 4.2, False),
+    ],
+)
+def test_a_limit_is_taken_as_much_better_as_the_spread_of_what_was_measured(
+    sign: str, low: float, measured: float, high: float, in_turn: float, is_out: bool
+) -> None:
+    ratio = {"mean": measured, "low": low, "high": high}
+    bound = Bound.of_ratio("a dump", sign, 3, "disk", ratio)
+    page = made_page(None, replace(bound, in_turn=in_turn))
+    (row,) = (line for line in page.splitlines() if line.startswith("| a dump |"))
+    assert ("not possible here" in row) == is_out
+    assert f"1 missed, {int(is_out)} of them not possible here" in page
+    assert "also at the better end of the spread of what was measured" in page
+
+
 def test_bounds_are_counted() -> None:
     def bound(mean: float, low: float, in_turn: float) -> Bound:
-        ratio = {"mean": mean, "low": low, "high": 9.0}
+        ratio = {"mean": mean, "low": low, "high": 1.1 * mean}
         return replace(Bound.of_ratio("a", ">=", 3, "disk", ratio), in_turn=in_turn)
 
     page = made_page(None, bound(4, 3.5, 5), bound(4, 2, 5), bound(2, 1, 5), bound(2, 1, 2))
@@ -93,7 +124,7 @@ def test_limits_stand_under_their_number_of_threads() -> None:
         **dict.fromkeys(("memcpy", "read_process", "write_process"), two),
         **dict.fromkeys(("lz4_random", "xxh3"), 3 * GIB),
         "drop": {"1": 3 * GIB},
-        "tmpfs": {"write": two, "read": two},
+        "tmpfs": {"write": two, "rewrite": {"1": 5 * GIB, "2": 6 * GIB}, "read": two},
         "disk": {"write": {"8": GIB // 2}, "read": {"8": 4 * GIB}},
     }
     lines = made_page(limits).splitlines()
@@ -101,6 +132,7 @@ def test_limits_stand_under_their_number_of_threads() -> None:
     assert lines[begin - 2] == "Each is the best of three times."
     assert lines[begin + 1] == "| --- | ---: | ---: | ---: |"
     rows = lines[begin + 2 :]
+    assert "| tmpfs: write into one file, over pages that are there | 5.00 | 6.00 |  |" in rows
     assert "| tmpfs: read, cold | 1.00 | 2.00 |  |" in rows
     assert "| disk: write and fdatasync, past the page cache |  |  | 0.50 |" in rows
     assert "| disk: read, cold, past the page cache |  |  | 4.00 |" in rows

@@ -341,10 +341,10 @@ def test_all_is_on_the_disk_before_the_manifest_says_so(
         events.append("sync " + Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
         real_sync(descriptor)
 
-    def write(directory: Path, manifest: Manifest) -> None:
+    def write(directory: Path, manifest: Manifest, **times: Any) -> None:
         events.append("manifest")
         assert not (directory / MANIFEST_NAME).exists()
-        write_manifest(directory, manifest)
+        write_manifest(directory, manifest, **times)
 
     def unlink(path: Path, missing_ok: bool = False) -> None:
         events.append(f"unlink {path.name}")
@@ -373,9 +373,9 @@ def test_a_directory_above_that_cannot_be_read_is_synced_with_all(
         if path.name == "..":
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
-    def write(directory: Path, manifest: Manifest) -> None:
+    def write(directory: Path, manifest: Manifest, **times: Any) -> None:
         events.append("manifest")
-        write_manifest(directory, manifest)
+        write_manifest(directory, manifest, **times)
 
     monkeypatch.setattr("gpustasis.draining.drain.sync_directory", sync_directory)
     monkeypatch.setattr("gpustasis.draining.drain.write_manifest", write)

@@ -3,15 +3,18 @@
 
 from __future__ import annotations
 
+import fcntl
 from pathlib import Path
 
 import pytest
 
+from gpustasis._core import ARENA_MARKER, MANIFEST_NAME
 from gpustasis.draining.drain import drain
 from gpustasis.draining.over import OVER
 from gpustasis.draining.recycle import recycle
 from gpustasis.draining.room import contents_of, discard
 from gpustasis.image.directory import shared
+from support.arena_by_hand import locked
 from support.inventory import write_inventory
 from support.local_checkpoints import make_local
 
@@ -50,3 +53,19 @@ def test_what_another_needed_goes_with_that(tmp_path: Path, arena: Path, how: st
     assert recycle(arena) == []
     discard(child)
     assert contents_of(arena).kept == ()
+
+
+@pytest.mark.parametrize("how", END)
+def test_where_somebody_empties_the_directory_nothing_is_noted(
+    tmp_path: Path, arena: Path, how: str
+) -> None:
+    """It could not be removed with a file that was not there when it was emptied."""
+    images = tmp_path / "one"
+    stored = make_local(images, arena)
+    if how == "drained":  # but for the last step, which reads nothing in memory
+        (images / MANIFEST_NAME).write_bytes((stored / MANIFEST_NAME).read_bytes())
+    with locked(stored, fcntl.LOCK_EX):
+        END[how](images)
+        assert not (stored / OVER).exists()
+    assert not (images / ARENA_MARKER).exists()
+    assert recycle(arena) == [stored]

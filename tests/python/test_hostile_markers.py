@@ -5,20 +5,28 @@ drains or gives up what is there: nothing of others goes. Arenas made by hand.""
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from gpustasis._core import ARENA_MARKER, ARENA_OWNER, MANIFEST_NAME
+from gpustasis._core import ARENA_MARKER, ARENA_OWNER, MANIFEST_NAME, write_manifest
 from gpustasis.draining import room
 from gpustasis.draining.drain import drain
 from gpustasis.draining.recycle import recycle
 from gpustasis.draining.room import discard
 from gpustasis.errors import CheckpointError, ImageError
-from gpustasis.image.arena import own_marker
-from support.arena_by_hand import exchange, make_drainable, make_local, names, write_marker
+from gpustasis.image.arena import Tier, own_marker, tier_of
+from support.arena_by_hand import (
+    exchange,
+    make_drainable,
+    make_local,
+    manifest_of,
+    names,
+    write_marker,
+)
 
 LONG_AGO = (1, 1)
 FOREIGN = "0123456789abcdef" * 2
@@ -129,6 +137,43 @@ def test_another_directory_in_its_place_loses_no_marker(
     assert (other.images / ARENA_MARKER).exists()
     assert names(arena) == [other.stored.name]  # the other's memory stays
     assert recycle(arena) == []
+
+
+def test_a_copy_that_is_given_up_is_not_the_checkpoint(arena: Path, tmp_path: Path) -> None:
+    """`cp -a` takes the marker along."""
+    images, copy = tmp_path / "images", tmp_path / "copy"
+    stored = make_drainable(arena, images)
+    before = contents(stored)
+    shutil.copytree(images, copy)
+    assert discard(copy) == stored
+    assert not (copy / ARENA_MARKER).exists()
+    assert recycle(arena) == [] and contents(stored) == before
+    drain(images)
+    assert tier_of(images) is Tier.DURABLE and names(arena) == []
+
+
+def test_a_foreign_directory_that_looks_drained_is_not_the_checkpoint(
+    arena: Path, tmp_path: Path
+) -> None:
+    """A marker that was read elsewhere, and a manifest made for it."""
+    images, foreign = tmp_path / "images", tmp_path / "foreign"
+    stored = make_drainable(arena, images)
+    before, checkpoint_id = contents(stored), bytes.fromhex(stored.name)
+    foreign.mkdir()
+    write_marker(foreign, checkpoint_id, stored)
+    write_manifest(foreign, manifest_of(checkpoint_id))
+    drain(foreign)
+    assert not (foreign / ARENA_MARKER).exists()
+    assert recycle(arena) == [] and contents(stored) == before
+    drain(images)
+    assert tier_of(images) is Tier.DURABLE and names(arena) == []
+
+
+def test_a_renamed_one_that_is_given_up_is_the_checkpoint(arena: Path, tmp_path: Path) -> None:
+    local = make_local(arena, tmp_path / "images", 1)
+    local.images.rename(tmp_path / "renamed")
+    assert discard(tmp_path / "renamed") == local.stored
+    assert names(arena) == []
 
 
 def test_errors_of_discard_name_the_directory_that_was_given(arena: Path, tmp_path: Path) -> None:

@@ -153,10 +153,10 @@ def once(where: str, name: str, act: Callable[[], None], *, after: bool = False)
     module, left = sys.modules[where], [act]
     really = getattr(module, name)
 
-    def call(*arguments: Any) -> Any:
+    def call(*arguments: Any, **named: Any) -> Any:
         if left and not after:
             left.pop()()
-        found = really(*arguments)
+        found = really(*arguments, **named)
         if left:
             left.pop()()
         return found

@@ -63,6 +63,18 @@ class Content:
         """The layout of a state, absolute. State 0 is whole, others hold what they change."""
         return (self.folder / f"state-{state}.layout").absolute()
 
+    def nonzero_bytes(self, state: int) -> int:
+        """Bytes that it or a state before it has written: all others of the segments are zero."""
+        written: dict[tuple[str, str], int] = {}
+        for each in range(state + 1):
+            for line in self.layout(each).read_text(encoding="utf-8").splitlines():
+                kind, *words = line.split()
+                if kind == "copy":
+                    segment, offset, size, _ = words
+                    place = segment, offset
+                    written[place] = max(written.get(place, 0), int(size))
+        return sum(written.values())
+
 
 def require_contents(workloads: list[Workload]) -> None:
     """Raises UnsupportedError if one of them needs PyTorch and there is no root with it."""

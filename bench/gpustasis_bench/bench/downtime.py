@@ -12,7 +12,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from gpustasis.draining.room import empty_pool
@@ -35,10 +34,10 @@ from gpustasis_bench.bench.course import Course, by_turns
 from gpustasis_bench.bench.downtime_figures import (
     described,
     gpu_bytes_of,
-    ratio_of,
     require_kept,
     without_driver,
 )
+from gpustasis_bench.bench.downtime_second import second_of
 from gpustasis_bench.bench.medium import Medium
 from gpustasis_bench.bench.model import GB
 from gpustasis_bench.bench.programs import why_refused
@@ -78,7 +77,8 @@ class Downtime:
     once, writing_seconds: to write as many bytes to it, and no more.
     first_downtime_seconds, of one of those whose images lie in memory: before the arena had any.
     Of shapes, fixed_seconds, fixed_restore_seconds and fixed_warm_restore_seconds: of _FIXED_BYTES
-    on each GPU, without the time that the driver's rates give for these.
+    on each GPU, without the time that the driver's rates give for these. Of contents and second
+    checkpoints, nonzero_bytes: of gpu_bytes, what is not zero.
 
     course: of the run; jobs are on emulators of this part's own. medium: where images lie. arena: a
     folder on a tmpfs that is made and removed by the caller. size: bytes on each GPU in SHAPES;
@@ -158,7 +158,8 @@ class Downtime:
         with self._emulated(1, memory, 1.0) as (course, _), course.target(content) as target:
             values = self._rounds(course, target, self._chosen(), is_content=True)
         figures = described(values, content.gpu_bytes)
-        self.found["contents"].append({"workload": content.workload, **figures})
+        known = {"workload": content.workload, "nonzero_bytes": content.nonzero_bytes(0)}
+        self.found["contents"].append(known | figures)
 
     def measure_second(self, content: Content) -> None:
         """A second checkpoint, ten steps of training after the first, by turns on top of that and
@@ -166,11 +167,12 @@ class Downtime:
         found: dict[str, Any] = {}
         with self._emulated(1, content.gpu_bytes + _SLACK, 1.0) as (course, _):
             for each in second_variants(self._chosen()):
-                found[each.name] = self._second_of(course, content, each)
+                found[each.name] = second_of(course, self.medium, content, each, self.pairs)
         self.found["second"].append(
             {
                 "workload": content.workload,
                 "gpu_bytes": content.gpu_bytes,
+                "nonzero_bytes": content.nonzero_bytes(1),
                 "contenders": found,
             }
         )
@@ -361,39 +363,3 @@ class Downtime:
             if time.monotonic() > deadline:
                 raise BenchError(f"{used} bytes of GPU memory are in use {_FREE_S:.0f} s too long")
             time.sleep(_POLL_S)
-
-    def _second_of(self, course: Course, content: Content, each: Variant) -> dict[str, Any]:
-        kinds: dict[str, list[float]] = {"full": [], "incremental": []}
-        without: dict[str, list[float]] = {"full": [], "incremental": []}
-        with course.target(content) as target, course.images(self.medium) as first:
-            before = target.digests()
-            course.leave_running_into(first, target, before, each.contender)
-            if each.in_memory:
-                drain(course, first)
-            target.load(content.layout(1))
-            wanted = target.digests()
-            for pair in range(self.pairs):
-                for kind in ("full", "incremental")[:: 1 if pair % 2 == 0 else -1]:
-                    parent = first if kind == "incremental" else None
-                    with course.images(self.medium) as images:
-                        self.medium.settle()
-                        dumped, gap = course.leave_running_into(
-                            images, target, wanted, each.contender, parent
-                        )
-                        if each.in_memory:
-                            drain(course, images)
-                    kinds[kind].append(round(gap, 6))
-                    require_kept(each, dumped.record)
-                    own = without_driver(gap, dumped.standing_driver_seconds)
-                    without[kind].append(round(own, 6))
-                course.say(
-                    f"second checkpoint, pair {pair + 1}, {each.name}: stood still "
-                    f"{kinds['full'][-1]:.3f} s, incremental {kinds['incremental'][-1]:.3f} s"
-                )
-        return {
-            "downtime_seconds": {kind: median(gaps) for kind, gaps in kinds.items()},
-            "without_driver_seconds": {kind: median(gaps) for kind, gaps in without.items()},
-            "rounds": kinds,
-            "ratio": ratio_of(kinds["full"], kinds["incremental"]),
-            "ratio_without_driver": ratio_of(without["full"], without["incremental"]),
-        }

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
-from gpustasis_bench.bench.bounds import WRITING, Bound
+from gpustasis_bench.bench.bounds import Bound
 from gpustasis_bench.bench.contenders import (
     DIRECT,
     OURS,
@@ -15,12 +15,11 @@ from gpustasis_bench.bench.contenders import (
     OURS_DIRECT,
     OURS_KEPT,
     OURS_RAM,
-    RATES,
     STAGED,
     STOCK,
 )
 from gpustasis_bench.bench.content import FINETUNING, QLORA
-from gpustasis_bench.bench.model import PUBLISHED_WAYS, Predicted, Rates, Shape, host_of, predict
+from gpustasis_bench.bench.downtime_limits import DRIVER_PARTS, Limits, Parts
 from gpustasis_bench.bench.statistics import unpaired_ratio
 
 _OURS_WAYS = {OURS: STAGED, OURS_RAM: STAGED, OURS_DIRECT: DIRECT, OURS_BOTH: DIRECT}
@@ -33,20 +32,6 @@ _HOST_MIB = 600.0
 _SECOND = 2.0
 _WARM = 0.6
 _SLOWDOWN = 5.0  # percent
-_PARTS = {
-    "down": "the driver, to the host",
-    "store": "storing",
-    "drop": "dropping the pages",
-    "refill": "putting them back",
-    "up": "the driver, back",
-}
-# Direct memory is stored while the driver hands it over, and read while the driver takes it back:
-# named after the slower of the two.
-_DISK_MEANWHILE = "the disk, while the driver hands memory over"
-_STORING_MEANWHILE = "storing, while the driver hands memory over"
-_READING_MEANWHILE = "reading back, while the driver takes memory"
-_FILLING = "the driver, back: the emulator fills GPU memory"
-_DRIVER_PARTS = (_PARTS["down"], _PARTS["up"])
 
 
 def evaluate_downtime(report: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -85,11 +70,11 @@ def evaluate_downtime(report: Mapping[str, Any]) -> list[dict[str, Any]]:
 def hold_model(report: Mapping[str, Any]) -> list[dict[str, Any]]:
     """What the model says of each measured shape, and what was measured: `predicted_seconds`,
     `measured_seconds`, `ratio` (measured over predicted), `parts`. Empty without limits."""
-    of = _Part(report)
+    limits = Limits(report)
     rows = []
-    for shape in of.found.get("shapes", []):
+    for shape in (report["downtime"] or {}).get("shapes", []):
         for name, one in shape["contenders"].items():
-            predicted = of.predicted(name, shape, with_fixed=True)
+            predicted = limits.predicted(name, shape)
             if predicted is None:
                 continue
             measured = one["downtime_seconds"]
@@ -110,78 +95,20 @@ class _Part:
     def __init__(self, report: Mapping[str, Any]) -> None:
         self._report = report
         self.found: Mapping[str, Any] = report["downtime"] or {}
-        self._limits = report["limits"]
+        self._limits = Limits(report)
         self._medium = self.found.get("medium", "-")
-
-    def predicted(
-        self,
-        name: str,
-        shape: Mapping[str, Any],
-        *,
-        with_fixed: bool = False,
-        least: bool = False,
-    ) -> Predicted | None:
-        """Of a shape or a content, at this machine's bandwidths; None where these are not known.
-        least: without what another setting would save, which is to take staging out of tasks."""
-        in_memory = self._in_memory()
-        if self._limits is None or not in_memory or shape.get("rates") == "off":
-            return None
-        way = PUBLISHED_WAYS[name]
-        if least:
-            way = replace(way, keeps=way.externalized and not way.direct)
-        tasks, gpus = shape.get("tasks", 1), shape.get("gpus", 1)
-        rates = self._rates(name, shape)
-        fixed = shape["fixed_seconds"][name] if with_fixed else 0.0
-        job = Shape(tasks=tasks, gpus=gpus, size=shape["gpu_bytes"] / tasks / gpus)
-        host = host_of(self._limits, self._medium, in_memory, fixed, job)
-        return predict(way, job, rates, host)
-
-    def _rates(self, name: str, shape: Mapping[str, Any]) -> Rates:
-        """Of the driver; those of contents, which have no `rates`, are not divided."""
-        stage = DIRECT if PUBLISHED_WAYS[name].direct else STAGED
-        return RATES[stage].divided(self.found["scale"] if "rates" in shape else 1.0)
-
-    def _in_memory(self) -> str:
-        """The medium that is a tmpfs; empty: none was measured."""
-        media = self._report["machine"]["media"]
-        return next((each for each, kind in media.items() if kind == "tmpfs"), "")
 
     def content(self, name: str, figure: str, limit: float, title: str) -> Bound:
         content = self._entry("contents", workload=FINETUNING)
         ratio = content and content["ratios"].get(name, {}).get(figure)
         bound = self._bound(title, ">=", limit, ratio, name, f"fine-tuning as {name}")
         there = content and name in content["ratios"]
-        predicted = content and there and self.predicted(name, content, least=True)
-        if not content or not predicted:
+        parts = self._limits.of_dump(name, content) if content and there else None
+        if not content or not parts:
             return bound
-        parts = _named(predicted)
-        self._store_as_in_rounds(parts, name, content)
         if figure == "without_driver_seconds":
-            parts = {key: value for key, value in parts.items() if key not in _DRIVER_PARTS}
+            parts = {key: value for key, value in parts.items() if key not in DRIVER_PARTS}
         return _beside(bound, parts, content["contenders"][STOCK].get(figure), sum(parts.values()))
-
-    def _store_as_in_rounds(
-        self, parts: dict[str, float], name: str, shape: Mapping[str, Any]
-    ) -> None:
-        """Have the storing last as long as as many bytes took to write in the same rounds, and no
-        more. What goes into memory first has no such rounds. Of direct memory the slower counts, of
-        storing and the driver, and is named."""
-        writing = shape["contenders"][name].get("writing_seconds")
-        if not PUBLISHED_WAYS[name].direct:
-            if writing is not None:
-                parts[_PARTS["store"]] = round(writing, 4)
-            return
-        gpus = shape.get("tasks", 1) * shape.get("gpus", 1)
-        size, rates = shape["gpu_bytes"] / gpus, self._rates(name, shape)
-        down, up = round(size / rates.down, 4), round(size / rates.up, 4)
-        title, storing = _STORING_MEANWHILE, parts.pop(_PARTS["down"])
-        if writing is not None:
-            title, storing = _DISK_MEANWHILE, round(writing, 4)
-        parts[title if storing > down else _PARTS["down"]] = max(storing, down)
-        back = parts.pop(_PARTS["up"])
-        if writing is not None:  # it is read from the same disk
-            back = max(up, round(shape["contenders"][name]["reading_seconds"], 4))
-        parts[_READING_MEANWHILE if back > up else _PARTS["up"]] = back
 
     def many_over_one(self, name: str, tasks: int, gpus: int) -> Bound:
         """Of so many tasks with so many GPUs each. The two shapes were measured at different
@@ -198,64 +125,31 @@ class _Part:
             )
             ratio = unpaired_ratio(above, below).as_dict()
         bound = self._bound(title, "<=", _MANY_OVER_ONE, ratio, name, f"{what} as {name}")
-        predicted = many and there and self.predicted(name, many, least=True)
-        if not predicted or not one or not many:
+        parts = self._limits.of_dump(name, many) if many and there else None
+        if not parts or not one:
             return bound
-        parts = _named(predicted)
-        self._store_as_in_rounds(parts, name, many)
         least = one["contenders"][name]["downtime_seconds"]
-        slowest = max(parts, key=lambda part: parts[part])
-        return replace(
-            bound,
-            parts=parts,
-            least_of=slowest,
-            best=round(parts[slowest] / least, 3),
-            in_turn=round(sum(parts.values()) / least, 3),
-        )
+        return _over(bound, parts, sum(parts.values()), least)
 
     def many(self, name: str, stage: str) -> Bound:
         shape = self._entry("shapes", tasks=_MANY, gpus=1, rates="published")
         ratio = shape and shape["ratios"].get(name, {}).get(f"{stage}_seconds")
-        limit = _MANY_STOCK[_OURS_WAYS[name]]
+        least = _MANY_STOCK[_OURS_WAYS[name]]
         what, stocks = stage, "stock (staged)"
         if stage == "warm_restore":
             what, stocks = "restore from memory", "stock (staged, page cache)"
         title = f"{what} of {_MANY} tasks with a GPU each, {stocks} over {name}"
-        bound = self._bound(title, ">=", limit, ratio, name, f"{_MANY} tasks as {name}")
-        predicted = shape and ratio and self.predicted(name, shape, least=True)
-        if not shape or not predicted:
+        bound = self._bound(title, ">=", least, ratio, name, f"{_MANY} tasks as {name}")
+        if not shape or not ratio:
             return bound
         stock = shape["contenders"][STOCK][f"{stage}_seconds"]
         if stage == "dump":
-            parts = _named(predicted)
-            self._store_as_in_rounds(parts, name, shape)
-            return _beside(bound, parts, stock, sum(parts.values()))
+            parts = self._limits.of_dump(name, shape)
+            return _beside(bound, parts, stock, sum(parts.values())) if parts else bound
         fixed = min(shape[f"fixed_{stage}_seconds"][one] for one in (name, STOCK))
-        # By the rate alone: the model's way back of direct memory has the reading in it.
-        back = shape["gpu_bytes"] / _MANY / self._rates(name, shape).up
         read = shape["contenders"][name]["reading_seconds"] if stage == "restore" else 0.0
-        parts, seconds = self._of_restore(name, shape["gpu_bytes"], _MANY, fixed, back, read)
-        return _beside(bound, parts, stock, seconds)
-
-    def _of_restore(
-        self, name: str, size: int, gpus: int, fixed: float, back: float, read: float
-    ) -> tuple[dict[str, float], float]:
-        """What a restore of noise must do, and all of it. The emulator's GPU memory is a file in
-        memory of this machine, one for each GPU, that it makes and fills within the driver's time.
-        back: that time by its rate; the slower of both counts. read: how long the images took to
-        read from the disk; 0: they are in memory, and are written from where they lie."""
-        written = self._limits[self._in_memory()]["write"]
-        filling = size / (written["1"] if gpus == 1 else max(written.values()))
-        title = _FILLING if filling > back else _PARTS["up"]
-        parts = {"all but the bytes": fixed, title: round(max(filling, back), 4)}
-        if read:
-            parts[f"reading from {self._medium}"] = round(read, 4)
-        if PUBLISHED_WAYS[name].direct:  # the driver takes what was read while more is read
-            return parts, fixed + max(parts[title], read)
-        # It never takes what is not in the task; a disk works while processors write it there.
-        writing = size / max(self._limits["write_process"].values())
-        parts[WRITING] = round(writing, 4)
-        return parts, fixed + max(writing, read) + parts[title]
+        limit = self._limits.of_restore(name, shape, fixed, read)
+        return _beside(bound, limit[0], stock, limit[1]) if limit else bound
 
     def host_memory(self) -> Bound:
         content = self._entry("contents", workload=FINETUNING)
@@ -280,16 +174,10 @@ class _Part:
         title += ", without the driver's time"
         ratio = one["ratio_without_driver"] if one else None
         bound = self._bound(title, ">=", _SECOND, ratio, name, f"second checkpoint as {name}")
-        if not one or not second or self._limits is None:
+        limit = self._limits.of_second(name, second, one) if second and one else None
+        if not one or not limit:
             return bound
-        read = self._limits["read_process"]
-        hashed = self._limits["xxh3"] * max(map(int, read))  # by as many threads at once
-        parts = {
-            "reading the process": round(second["gpu_bytes"] / max(read.values()), 4),
-            "hashing it": round(second["gpu_bytes"] / hashed, 4),
-        }
-        full = one["without_driver_seconds"]["full"]
-        return _beside(bound, parts, full, sum(parts.values()))
+        return _beside(bound, limit[0], one["without_driver_seconds"]["full"], limit[1])
 
     def warm(self) -> Bound:
         content = self._entry("contents", workload=FINETUNING)
@@ -297,22 +185,14 @@ class _Part:
         ratio = one["warm_over_cold"] if one else None
         title = f"restore from memory over one from the disk, fine-tuning, {OURS_RAM}"
         bound = self._bound(title, "<=", _WARM, ratio, OURS_RAM, f"fine-tuning as {OURS_RAM}")
-        if not one or not content or self._limits is None or not self._in_memory():
+        limit = content and one and self._limits.of_restore(OURS_RAM, content, 0.0, 0.0)
+        if not one or not limit:
             return bound
-        size = content["gpu_bytes"]
-        parts, seconds = self._of_restore(OURS_RAM, size, 1, 0.0, size / RATES[STAGED].up, 0.0)
-        slowest = max(parts, key=lambda part: parts[part])
-        cold = one["restore_seconds"]
-        return replace(
-            bound,
-            parts=parts,
-            least_of=slowest,
-            best=round(parts[slowest] / cold, 3),
-            in_turn=round(seconds / cold, 3),
-        )
+        return _over(bound, *limit, one["restore_seconds"])
 
     def neighbours(self) -> Bound:
-        """best, in_turn: the share of all processors that the drain itself needs, in percent."""
+        """Nothing is known that limits it: the drain's own processor time would excuse a drain that
+        wastes it."""
         name = "slowdown of programs on all processors beside a drain, percent"
         one = self._entry("neighbours")
         if not one:
@@ -330,17 +210,7 @@ class _Part:
                 ("high", one["ratio"]["low"]),
             )
         }
-        bound = Bound.of_ratio(name, "<=", _SLOWDOWN, self._medium, slower)
-        used, cores = one["window_cpu_seconds"], self._report["machine"]["cores"]
-        least = round(100 * used / one["window_seconds"] / cores, 2)
-        what = "the drain's processor time"
-        return replace(
-            bound,
-            parts={what: used},
-            least_of=what,
-            best=least,
-            in_turn=least,
-        )
+        return Bound.of_ratio(name, "<=", _SLOWDOWN, self._medium, slower)
 
     def _entry(self, part: str, **keys: Any) -> dict[str, Any] | None:
         for each in self.found.get(part, []):
@@ -377,12 +247,19 @@ def _not_measured(name: str, bound: str, medium: str, why: str) -> Bound:
     return Bound(name=name, bound=bound, medium=medium, measured=None, met=False, not_measured=why)
 
 
-def _named(predicted: Predicted) -> dict[str, float]:
-    parts = predicted.as_dict()
-    return {title: parts[key] for key, title in _PARTS.items() if parts[key]}
+def _over(bound: Bound, parts: Parts, seconds: float, other: float) -> Bound:
+    """With what could be reached here: the seconds of what must be done over the other's."""
+    slowest = max(parts, key=lambda part: parts[part])
+    return replace(
+        bound,
+        parts=parts,
+        least_of=slowest,
+        best=round(parts[slowest] / other, 3),
+        in_turn=round(seconds / other, 3),
+    )
 
 
-def _beside(bound: Bound, parts: dict[str, float], other: float | None, seconds: float) -> Bound:
+def _beside(bound: Bound, parts: Parts, other: float | None, seconds: float) -> Bound:
     """With what could be reached here: the other's seconds over those that must be."""
     if not parts or not seconds or other is None:
         return bound

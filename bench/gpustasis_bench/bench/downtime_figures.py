@@ -67,6 +67,14 @@ def require_kept(each: Variant, record: dict[str, Any]) -> None:
         )
 
 
+def new_bytes(record: Mapping[str, Any]) -> tuple[int, int]:
+    """Of the plugin's statistics of a dump: bytes of the chunks that it has stored itself, before
+    they were compressed, and bytes of the files that it has written."""
+    tasks = record["tasks"]
+    plain = sum(task[encoding]["plain_bytes"] for task in tasks for encoding in ("lz4", "raw"))
+    return plain, sum(task["file_bytes"] for task in tasks)
+
+
 def gpu_bytes_of(digests: Sequence[str]) -> int:
     """Of jobs that hold no CPU memory to be hashed."""
     return sum(int(digest.split()[1]) for digest in digests)

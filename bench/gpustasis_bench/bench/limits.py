@@ -3,14 +3,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import mmap
 import os
 import shutil
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from gpustasis_bench.errors import BenchError
 THREADS = (1, 2)
 _BLOCK = 4 << 20
 _REPEATS = 3  # the best counts: a limit is what can be reached
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, which Python's mmap has no name for
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -36,6 +39,7 @@ _NUMBER = ctypes.c_ulong
 for _call in (_libc.process_vm_readv, _libc.process_vm_writev):
     _call.restype = ctypes.c_ssize_t
     _call.argtypes = (ctypes.c_int, _SPANS, _NUMBER, _SPANS, _NUMBER, _NUMBER)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 # Prints where its memory begins, then waits to be killed. Its bytes are all there if the last word
 # says so; else they are given by whoever writes them first.
@@ -57,8 +61,11 @@ def measure_limits(media: list[Medium], size: int) -> dict[str, Any]:
 
     Keys: memcpy, read_process, write_process, drop, lz4_random, xxh3 (the last three: one thread),
     and under each medium's name write (with fdatasync), read (cold), and of a tmpfs rewrite (over
-    pages that are there, as an arena has them); by number of threads: "1" and "2", of a disk "8"
-    only. A thread of a tmpfs has a file of its own: in one file they take turns.
+    pages that are there, as the plugin writes an image into an arena that has them); by number of
+    threads: "1" and "2", of a disk "8" only. For write and read each thread of a tmpfs has a file
+    of its own: to one file one thread at a time can write(2). For rewrite all have one file.
+
+    Raises BenchError, also where a tmpfs cannot be written through a mapping (before Linux 5.14).
     """
     found: dict[str, Any] = {"memcpy": _by_threads(size, _copy_memory)}
     found["read_process"] = _by_threads(size, _read_process)
@@ -70,8 +77,8 @@ def measure_limits(media: list[Medium], size: int) -> dict[str, Any]:
     for medium in media:
         if medium.in_memory:
             found[medium.name] = {
-                "write": _by_threads(size, functools.partial(_write, medium, False)),
-                "rewrite": _by_threads(size, functools.partial(_write, medium, True)),
+                "write": _by_threads(size, functools.partial(_write, medium)),
+                "rewrite": _by_threads(size, functools.partial(_rewrite, medium)),
                 "read": _by_threads(size, functools.partial(_read, medium)),
             }
         else:
@@ -185,42 +192,61 @@ def _of_disk(medium: Medium, size: int) -> dict[str, dict[str, int]]:
     return {"write": {threads: round(size / write)}, "read": {threads: round(size / read)}}
 
 
-def _write(medium: Medium, again: bool, part: int, threads: int) -> float:
-    """Files of a tmpfs, which are new, or have all of their pages, and fdatasync."""
-    block = os.urandom(_BLOCK)
+def _write(medium: Medium, part: int, threads: int) -> float:
+    """New files of a tmpfs, one of each thread, and fdatasync."""
     medium.settle()
-    paths = _paths(medium, threads)
+    with _files(medium, threads) as paths:
+        return _put(paths, part)
 
-    def work(index: int) -> None:
-        handle = os.open(paths[index], os.O_WRONLY | os.O_CREAT, 0o600)
+
+def _rewrite(medium: Medium, part: int, threads: int) -> float:
+    """One file of a tmpfs that has all of its pages, each thread a part of its own, out of memory
+    that stays in the cache. As the plugin does it: one thread at a time has the file's lock for
+    write(2), and is the fastest; who comes meanwhile has the pages mapped and copies to them. To
+    map the file and to unmap it is counted."""
+    with _files(medium, 1) as (path,):
+        _put([path], part * threads)
+        handle = os.open(path, os.O_RDWR)
         try:
-            for _ in range(0, part, _BLOCK):
-                if os.write(handle, block) != _BLOCK:
-                    raise BenchError(f"{paths[index]}: not all was written")
-            os.fdatasync(handle)
+            return _timed_rewrite(handle, part, threads)
         finally:
             os.close(handle)
 
-    try:
-        first = timed_together(threads, work)
-        return timed_together(threads, work) if again else first
-    finally:
-        for path in paths:
-            path.unlink(missing_ok=True)
+
+def _timed_rewrite(handle: int, part: int, threads: int) -> float:
+    step = DEFAULT_CHUNK_SIZE
+    turn = threading.Lock()
+    sources = [_noise(step) for _ in range(threads)]
+
+    def work(index: int) -> None:
+        source, begin = sources[index], index * part
+        # Through ctypes: Python's own madvise() keeps all other threads from their work.
+        with mmap.mmap(handle, part, offset=begin) as pages:
+            address = _address(pages)
+            for at in range(0, part, step):
+                if turn.acquire(blocking=False):
+                    try:
+                        written = os.pwrite(handle, source, begin + at)
+                    finally:
+                        turn.release()
+                    if written != step:
+                        raise BenchError("a file of a tmpfs: not all was written")
+                    continue
+                if _libc.madvise(address + at, step, _POPULATE_WRITE) != 0:
+                    reason = os.strerror(ctypes.get_errno())
+                    raise BenchError(f"madvise(MADV_POPULATE_WRITE) of a file of a tmpfs: {reason}")
+                ctypes.memmove(address + at, _address(source), step)
+
+    return timed_together(threads, work)
 
 
 def _read(medium: Medium, part: int, threads: int) -> float:
-    """Files of a tmpfs."""
-    block = os.urandom(_BLOCK)
-    paths = _paths(medium, threads)
-    try:
-        for path in paths:
-            with path.open("wb") as file:
-                for _ in range(0, part, _BLOCK):
-                    file.write(block)
+    """Files of a tmpfs, one of each thread."""
+    with _files(medium, threads) as paths:
+        _put(paths, part)
 
         def work(index: int) -> None:
-            buffer = bytearray(_BLOCK)
+            buffer = bytearray(DEFAULT_CHUNK_SIZE)
             handle = os.open(paths[index], os.O_RDONLY)
             try:
                 while os.readv(handle, [buffer]) > 0:
@@ -229,10 +255,37 @@ def _read(medium: Medium, part: int, threads: int) -> float:
                 os.close(handle)
 
         return timed_together(threads, work)
+
+
+def _put(paths: list[Path], size: int) -> float:
+    """Seconds to write so many bytes of noise to each of these new files, side by side."""
+    noise = os.urandom(DEFAULT_CHUNK_SIZE)
+
+    def work(index: int) -> None:
+        handle = os.open(paths[index], os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            for _ in range(0, size, len(noise)):
+                if os.write(handle, noise) != len(noise):
+                    raise BenchError(f"{paths[index]}: not all was written")
+            os.fdatasync(handle)
+        finally:
+            os.close(handle)
+
+    return timed_together(len(paths), work)
+
+
+def _noise(size: int) -> mmap.mmap:
+    area = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    area[:] = os.urandom(size)
+    return area
+
+
+@contextlib.contextmanager
+def _files(medium: Medium, count: int) -> Iterator[list[Path]]:
+    """Names of so many files, which are removed afterwards."""
+    paths = [medium.folder / f"limit-{index}" for index in range(count)]
+    try:
+        yield paths
     finally:
         for path in paths:
             path.unlink(missing_ok=True)
-
-
-def _paths(medium: Medium, count: int) -> list[Path]:
-    return [medium.folder / f"limit-{index}" for index in range(count)]

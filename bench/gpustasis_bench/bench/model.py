@@ -5,7 +5,6 @@ out. Held against what was measured, and asked about GPUs that were not there.""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,11 +42,13 @@ class Host:
 
     read: memory of a task is read. hash: bytes that are at hand are hashed and tried with LZ4;
     check: they are hashed alone.
-    memory, memory_back: bytes go to a tmpfs, and come from it. storage, read_back: they go to the
-    disk, synced, and come from it. criu: CRIU's one thread stores pages. drop: pages are taken from
-    a task; refill: they are put back. stage, unstage: staging is filled and emptied for all GPUs
-    together; map_down, map_up: memory is copied off the GPUs and onto them without staging. Where
-    the driver's own rates are known, these four limit nothing.
+    memory, memory_back: bytes go to pages of a tmpfs that are there, and come from a tmpfs.
+    storage, read_back: they go to the disk, synced, and come from it. criu: CRIU's one thread
+    stores pages. drop: pages are taken from a task; refill: they are put back. stage, unstage:
+    staging is filled and emptied for all GPUs together; map_down, map_up: memory is copied off the
+    GPUs and onto them without staging; filled: what can go onto the GPUs at all, where each of them
+    is a file to which one thread at a time can write. Where the driver's own rates are known, these
+    five limit nothing.
     fixed: seconds of everything that is not copying: lock, unlock, CRIU's own work.
     """
 
@@ -65,31 +66,41 @@ class Host:
     unstage: float = _NEVER
     map_down: float = _NEVER
     map_up: float = _NEVER
+    filled: float = _NEVER
     fixed: float = 0.0
 
     def __post_init__(self) -> None:
         _require_positive(self, "read", "hash", "check", "memory", "storage", "read_back", "criu")
         _require_positive(self, "drop", "refill", "stage", "unstage")
-        _require_positive(self, "memory_back", "map_down", "map_up")
+        _require_positive(self, "memory_back", "map_down", "map_up", "filled")
         if self.fixed < 0:
             raise ValueError(f"fixed is {self.fixed} s: a time is not negative")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """Tasks, GPUs of each, and bytes on each GPU. A GPU is of one task alone."""
+    """Tasks, GPUs of each, and bytes on each GPU. A GPU is of one task alone. filled_share: of the
+    bytes, that are not zero; zeros are looked at, and neither stored nor written anywhere."""
 
     tasks: int
     gpus: int
     size: float
+    filled_share: float = 1.0
 
     def __post_init__(self) -> None:
         if self.tasks < 1 or self.gpus < 1 or self.size < 0:
             raise ValueError(f"{self} is no job: it needs a task, a GPU and 0 bytes at least")
+        if not 0 <= self.filled_share <= 1:
+            raise ValueError(f"{self} is no job: 0 to 1 of its bytes are not zero")
 
     @property
     def total(self) -> float:
         return self.tasks * self.gpus * self.size
+
+    @property
+    def filled(self) -> float:
+        """Bytes that are not zero."""
+        return self.total * self.filled_share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,84 +147,98 @@ def predict(way: Way, shape: Shape, rates: Rates, host: Host) -> Predicted:
     """The parts of a dump that leaves the job running.
 
     Tasks of the same size are done at the same time, so that nothing is stored while the driver
-    works in another one. Bytes are taken for noise: all of them are stored.
+    works in another one. Bytes that are not zero are taken for noise: all of them are stored.
     """
-    turns = shape.tasks if way.in_turn else 1
-    disk, disk_back = (None, None) if way.in_memory else (host.storage, host.read_back)
-    down, up = turns * shape.size / rates.down, turns * shape.size / rates.up
+    down, up = driver_seconds(way, shape, rates)
+    staged = {
+        "down": max(down, shape.total / host.stage),
+        "up": max(up, shape.filled / host.unstage),
+    }
     if not way.externalized:
-        return Predicted(
-            fixed=host.fixed,
-            down=max(down, shape.total / host.stage),
-            store=shape.total / host.criu,
-            drop=0.0,
-            refill=0.0,
-            up=max(up, shape.total / host.unstage),
-        )
+        store = shape.total / host.criu
+        return Predicted(fixed=host.fixed, store=store, drop=0.0, refill=0.0, **staged)
+    # A disk works beside the processors.
+    written = 0.0 if way.in_memory else shape.filled / host.storage
+    store = max(storing_seconds(way, shape, host), written)
     if way.direct:
         # The GPU's memory is given away meanwhile: it comes back from what was stored.
+        read = 0.0 if way.in_memory else shape.filled / host.read_back
+        back = returning_seconds(way, shape, host)
         return Predicted(
             fixed=host.fixed,
-            down=max(down, shape.total / _storing(host.map_down, host.hash, host.memory, disk)),
+            down=max(down, store),
             store=0.0,
             drop=0.0,
             refill=0.0,
-            up=max(
-                up, shape.total / _storing(host.map_up, host.check, host.memory_back, disk_back)
-            ),
+            up=max(up, back, read, shape.filled / host.filled),
         )
-    store = shape.total / _storing(host.read, host.hash, host.memory, disk)
     return Predicted(
         fixed=host.fixed,
-        down=max(down, shape.total / host.stage),
         store=store,
         drop=0.0 if way.keeps else shape.total / host.drop,
-        refill=0.0 if way.keeps else shape.total / host.refill,
-        up=max(up, shape.total / host.unstage),
+        refill=0.0 if way.keeps else shape.filled / host.refill,
+        **staged,
     )
 
 
+def driver_seconds(way: Way, shape: Shape, rates: Rates) -> tuple[float, float]:
+    """By its rates alone, down and up. Out of staging it copies all that it has put there; without
+    it the plugin hands over what is not zero, on memory that it has filled with zeros."""
+    turns = shape.tasks if way.in_turn else 1
+    share = shape.filled_share if way.direct else 1.0
+    return turns * shape.size / rates.down, turns * share * shape.size / rates.up
+
+
+def storing_seconds(way: Way, shape: Shape, host: Host) -> float:
+    """Of the processors, which do one thing after the other: bytes are copied from where they lie,
+    and looked at, which takes as long as hashing. What is not zero is hashed; for a disk it is
+    tried with LZ4, what goes to memory is not, before its drain."""
+    looked = shape.total - shape.filled
+    copied = shape.total / (host.map_down if way.direct else host.read) + looked / host.check
+    if way.in_memory:
+        return copied + shape.filled * (1 / host.check + 1 / host.memory)
+    return copied + shape.filled / host.hash
+
+
+def returning_seconds(way: Way, shape: Shape, host: Host) -> float:
+    """Of the processors, on the way back without staging: what was stored is hashed, and copied
+    onto the GPUs."""
+    memory = 1 / host.memory_back if way.in_memory else 0.0
+    return shape.filled * (1 / host.map_up + 1 / host.check + memory)
+
+
 def host_of(
-    limits: dict[str, Any], medium: str, in_memory: str, fixed: float, shape: Shape
+    limits: dict[str, Any], medium: str, in_memory: str, fixed: float, shape: Shape, way: Way
 ) -> Host:
-    """The machine of a run, from its limits (limits.measure_limits), for a job of this shape.
-    medium, in_memory: names of what images lie on and of a tmpfs, which may be the same. A task has
-    one image, and an emulated GPU is a file: to one file of a tmpfs one thread at a time can
-    write."""
+    """The machine of a run, from its limits (limits.measure_limits), for a job of this shape that
+    is dumped in this way. medium, in_memory: names of what images lie on and of a tmpfs, which may
+    be the same. An emulated GPU is a file of a tmpfs, and gets its bytes by write(2): one thread at
+    a time can do that to a file. Out of staging each task fills one GPU after the other."""
     threads = max(int(each) for each in limits["read_process"])
     written = limits[medium]["write"]
-    gpus = shape.tasks * shape.gpus
+    tmpfs = limits[in_memory]
 
-    def to_files(count: int, rates: Mapping[str, float]) -> float:
-        return max(rate for files, rate in rates.items() if int(files) <= count)
+    def to_files(count: int) -> float:
+        return max(float(rate) for files, rate in tmpfs["write"].items() if int(files) <= count)
 
-    filled = to_files(gpus, limits[in_memory]["write"])
     return Host(
         read=max(limits["read_process"].values()),
         hash=threads / (1 / limits["xxh3"] + 1 / limits["lz4_random"]),
         check=limits["xxh3"] * threads,
-        memory=to_files(shape.tasks, limits[in_memory]["rewrite"]),
-        memory_back=max(limits[in_memory]["read"].values()),
+        memory=max(tmpfs["rewrite"].values()),
+        memory_back=max(tmpfs["read"].values()),
         storage=max(written.values()),
         read_back=max(limits[medium]["read"].values()),
-        criu=limits[in_memory]["write"]["1"],  # into the page cache, as into a tmpfs
+        criu=tmpfs["write"]["1"],  # into the page cache, as into a tmpfs
         drop=limits["drop"]["1"],
         refill=max(limits["write_process"].values()),
         stage=max(limits["write_process"].values()),  # the emulator's driver is the processors
-        unstage=filled,
-        map_down=max(limits[in_memory]["read"].values()),
-        map_up=filled,
+        unstage=to_files(1 if way.in_turn else shape.tasks),
+        map_down=max(tmpfs["read"].values()),
+        map_up=max(tmpfs["write"].values()),
+        filled=to_files(shape.tasks * shape.gpus),
         fixed=fixed,
     )
-
-
-def _storing(copied: float, hashed: float, memory: float, disk: float | None) -> float:
-    """Bytes a second that are copied and hashed at these rates, and go to the disk, or to memory if
-    there is none, or come from it. The processors do one after the other; a disk works beside
-    them."""
-    if disk is None:
-        return 1 / (1 / copied + 1 / hashed + 1 / memory)
-    return min(1 / (1 / copied + 1 / hashed), disk)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,7 +257,9 @@ class Card:
 # oOraph/bench-criu, 8 x A100-80GB (p4de), driver 615.71.09: readv and write 9 GB/s, NVMe 16 GB/s,
 # filling from disk 21 GB/s, taking pages out 3 s for 76 GB, CRIU's own work 3 s; of a stock dump of
 # 58 s 38 were the driver's: CRIU stored 76 GB in 17 s. hash and check are not theirs: XXH3, and a
-# try of LZ4, in 16 threads, each as fast as one on the machine of docs/performance.md.
+# try of LZ4, in 16 threads, each as fast as one on the machine of docs/performance.md. memory and
+# memory_back have no source, they are assumed: of 16 threads that copy to pages of a tmpfs that are
+# there, and from them.
 PUBLISHED_HOST = Host(
     read=9 * GB,
     hash=16 * 11 * GB,

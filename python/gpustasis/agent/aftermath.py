@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from gpustasis import process
 from gpustasis._core import ImageReader, MemoryKind, image_name
 from gpustasis.agent import containers
 from gpustasis.agent.config import Config
+from gpustasis.agent.left_logs import dump_has_begun
 from gpustasis.agent.operations import Operation, State
 from gpustasis.agent.subjects import held, tree_pids
 from gpustasis.agent.work import CRIU, driver_state, needs_recovery, require_whole
@@ -176,11 +177,12 @@ def _job(operation: Operation, place: Path, stopped: Callable[[], bool]) -> str 
     said = []
     try:
         has_ended = _has_ended(place)
+        ran = operation.running if _has_begun(operation, place) else []
         with held(subject.pid, subject.start_time):
             for pid in tree_pids(subject.pid):
                 if stopped():
                     return None
-                said.append(_bring_back(operation, pid, place, has_ended, deadline))
+                said.append(_bring_back(pid, place, ran, has_ended, deadline))
             return "; ".join(filter(None, said)) or f"{subject} runs"
     except AgentError as exc:
         return str(exc)
@@ -199,11 +201,22 @@ def _has_ended(place: Path) -> bool:
     return statistics is not None and statistics.succeeded and not read_entry(place).incomplete
 
 
+def _has_begun(operation: Operation, place: Path) -> bool:
+    """Whether criu was at work on that dump: before, the plugin has locked nobody, and whoever is
+    locked was locked by somebody else. What the plugin writes is in `place`, where the agent puts
+    nothing; but of a packed checkpoint that is nothing at first."""
+    with suppress(OSError):
+        if any(place.iterdir()):
+            return True
+    return dump_has_begun(operation.subject.pid, operation.began)
+
+
 def _bring_back(
-    operation: Operation, pid: int, place: Path, has_ended: bool, deadline: float
+    pid: int, place: Path, running: Collection[tuple[int, int]], has_ended: bool, deadline: float
 ) -> str:
     """What is to be said of one process, which is brought back if the dump into `place` has left it
-    locked or checkpointed; "": it runs, uses no GPU, or has ended."""
+    locked or checkpointed; "": it runs, uses no GPU, or has ended. running: pid and start time of
+    those that ran when criu began."""
     try:
         if not (needs_recovery(pid) or has_driver_thread(pid)):
             return ""
@@ -213,7 +226,7 @@ def _bring_back(
             return ""
         # Another program may have locked it, before the dump or since: a dump leaves that so.
         is_stored = not is_recorded and not has_ended and _is_stored(pid, place)
-        ran = (pid, read_task(pid).start_time) in operation.running
+        ran = (pid, read_task(pid).start_time) in running
         if has_ended or not (is_recorded or is_stored or ran):
             return (
                 f"process {pid} is {state}, and nothing says that this dump has left it so: it "

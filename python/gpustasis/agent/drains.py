@@ -146,8 +146,9 @@ class Drains:
                 if not is_there(place):
                     self._on_end(place, None)
                     return ""
-            log.warning("%s is not drained yet: %s", place, exc)
-            return str(exc)
+            why_not = str(exc) or repr(exc)  # nothing said would mean that it is drained
+            log.warning("%s is not drained yet: %s", place, why_not)
+            return why_not
         except _StoppedError:
             raise
         except Exception as exc:

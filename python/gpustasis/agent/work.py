@@ -13,16 +13,18 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 import gpustasis
 from gpustasis.agent import containers
 from gpustasis.agent.config import Config, Target
+from gpustasis.agent.damage import find_damage
 from gpustasis.agent.in_memory import is_broken_off, why_not_given_up
 from gpustasis.agent.operations import Figures, Operation
 from gpustasis.agent.space import disk_used
 from gpustasis.agent.subjects import Held, require_all_of, require_not_ours, tree_pids
-from gpustasis.answering import TimedOutError
+from gpustasis.answering import ANSWER_S, TimedOutError, answer_within
 from gpustasis.criu.images import dump_figures
 from gpustasis.criu.run import Run
 from gpustasis.dump_records import alone_with, find_begun, find_dropped
@@ -31,7 +33,7 @@ from gpustasis.files import open_own_directory
 from gpustasis.image.arena import tier_of
 from gpustasis.image.directory import try_exclude
 from gpustasis.image.store import read_entry, read_store
-from gpustasis.jobs.cuda import load_driver, state_of
+from gpustasis.jobs.cuda import load_driver
 from gpustasis.recovery import GUARDIAN_COMM, WORKER_COMM
 from gpustasis.streaming.dumping import TICK_S, Dumping
 from gpustasis.task import find_users, has_driver_thread, misleading_thread, read_task
@@ -43,6 +45,8 @@ _LOGS = "*.log"  # CRIU's
 _STATISTICS = "stats-dump"  # CRIU's
 _END_S = 60.0  # for criu to end a job that it was told to end
 _REFILL_S = 30.0  # for the plugin to put memory back
+_ASK_S = 20.0  # for the driver to say of all processes of a tree who runs
+_MOST_NAMED = 64
 _MOST_RUNNING = 1024  # of the processes of a tree, so that the record can be read again
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 REQUESTED, TARGETS = "users", "targets"  # directories of the store
@@ -53,7 +57,8 @@ class Work:
     """What the thread needs. process: held since it was asked for; None: it is a container. last:
     the last checkpoint of the same process that was made. write_down: puts the operation on the
     disk, or raises AgentError. not_over: where those are that have not ended. told: criu is told to
-    end the job: there is no way back. lock: of `told` and operation.cancel."""
+    end the job: there is no way back. made: the dump has come to its end. lock: of `told` and
+    operation.cancel."""
 
     operation: Operation
     config: Config
@@ -63,6 +68,7 @@ class Work:
     write_down: Callable[[Operation], None] = lambda _: None
     not_over: Callable[[], Collection[Path]] = tuple
     told: bool = False
+    made: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def cancel(self) -> None:
@@ -157,26 +163,36 @@ class Work:
             except AgentError as exc:
                 left = "" if remove_failed(images) else f", but for what is in use in {images}"
                 raise AgentError(f"while it was dumped: {exc}; it was removed{left}") from exc
+        self.made = True
         verified = self._verify(images)
         return _figures(done, images, time.monotonic() - begin, parent is not None, verified)
 
     def _note_running(self, pid: int) -> None:
         """Write down who runs, for the agent that comes after one that was killed together with its
-        criu: what is locked then, this dump has locked. Who cannot be asked is left out."""
-        found = []
-        with suppress(TimedOutError):  # then no other is asked: each would hold this up as long
-            for one in tree_pids(pid):
-                try:
-                    task = read_task(one)
-                    # A stopped one answers nothing, and the plugin refuses it.
-                    if task.state in "tT" or not has_driver_thread(one):
-                        continue
-                    if driver_state(one) == "running":
-                        found.append((one, task.start_time))
-                except TimedOutError:
-                    raise
-                except CheckpointError:
+        criu: what is locked then, this dump has locked. Who does not answer is left out."""
+        found, silent = [], []
+        deadline = time.monotonic() + _ASK_S
+        for one in tree_pids(pid):
+            try:
+                task = read_task(one)
+                # A stopped one answers nothing, and the plugin refuses it.
+                if task.state in "tT" or not has_driver_thread(one):
                     continue
+                left_s = deadline - time.monotonic()
+                if left_s <= 0:
+                    silent.append(one)
+                elif driver_state(one, min(left_s, ANSWER_S)) == "running":
+                    found.append((one, task.start_time))
+            except TimedOutError:
+                silent.append(one)
+            except CheckpointError:
+                continue
+        if silent:
+            log.warning(
+                "operation %s: the driver has not said within %g s whether these processes run; if "
+                "this agent and criu are killed, they may stay locked: %s",
+                *(self.operation.id, _ASK_S, " ".join(map(str, silent[:_MOST_NAMED]))),
+            )
         self.operation.running = found[:_MOST_RUNNING]
         self.write_down(self.operation)
 
@@ -233,7 +249,8 @@ class Work:
         """After a failure: remove what it has written, but for CRIU's log, if nobody needs it: it
         would count as the user's, and fill the disk. What failed before goes with its log."""
         images, process = Path(self.operation.place), self.process
-        if process is None or not images.is_dir():
+        # One that was made has failed its check: what is damaged was removed there.
+        if process is None or self.made or not images.is_dir():
             return
         alive = process.is_alive()
         if self.operation.stop and not alive:
@@ -294,23 +311,36 @@ def _is_stripped(directory: Path) -> bool:
     return set(directory.iterdir()) == set(directory.glob(_LOGS))
 
 
-def driver_state(pid: int) -> str:
+def driver_state(pid: int, seconds: float = ANSWER_S) -> str:
     """What the driver says of a process. Raises CheckpointError if it does not tell, or a dump of
-    it is under way."""
+    it is under way; TimedOutError after so many seconds."""
     if misled := misleading_thread(pid):
         raise CheckpointError(f"{misled}; the driver is not asked about it")
     with alone_with(pid, "gpustasis agent"):
-        return state_of(load_driver(), pid).name.lower()
+        ask = partial(load_driver().get_state, pid)
+        return answer_within(seconds, f"GetState on process {pid}", ask).name.lower()
 
 
 def require_whole(images: Path, *, keep: bool) -> None:
-    """Read all of a checkpoint, and raise AgentError if it is damaged. It is removed then: it must
-    not count as one of the last that are kept. keep: the only one of a job that has ended stays:
-    what is right in it may be of use."""
-    found = gpustasis.open(images).verify()
-    if found.problems:
+    """Read all of a checkpoint, and raise AgentError unless it is whole. A damaged one is removed:
+    it must not count as one of the last that are kept. What cannot be read now stays: it may be
+    right, and in memory alone. keep: so does the only one of a job that has ended: what is right in
+    it may be of use."""
+    damage = ""
+    try:
+        problems = gpustasis.open(images).verify().problems
+        if problems:
+            damage = find_damage(images)
+    except (CheckpointError, OSError, MemoryError) as exc:
+        problems = [str(exc) or repr(exc)]
+    if damage:
         left = "it was removed" if not keep and remove_failed(images) else "it was left there"
-        raise AgentError(f"the checkpoint in {images} is damaged: {found.problems[0]}; {left}")
+        raise AgentError(f"the checkpoint in {images} is damaged: {damage}; {left}")
+    if problems:
+        raise AgentError(
+            f"whether the checkpoint in {images} is whole cannot be told: {problems[0]}; it was "
+            "left there"
+        )
 
 
 def remove_failed(directory: Path, *, keep_log: bool = False) -> bool:

@@ -189,7 +189,7 @@ def _drain_opened(
             (directory / ARENA_MARKER).unlink()
             sync_directory(directory)
             if marker is not None:
-                note_over(marker)
+                note_over(directory, marker)
     if marker is not None and (arena := arena_of(marker)) is not None:
         recycle(arena)
     return (*done, checkpoint_id)

@@ -224,7 +224,7 @@ def _give_up_marker(checkpoint: Path) -> ArenaMarker:
             if is_there(checkpoint / MANIFEST_NAME):
                 raise ImageError(f"{checkpoint} was drained a moment ago: it is durable")
             own.unlink()
-            note_over(marker)
+            note_over(checkpoint, marker)
     except BlockingIOError as exc:
         raise CheckpointError(f"{path} is locked: a drain or a dump is at work") from exc
     except OSError as exc:
