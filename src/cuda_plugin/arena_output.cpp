@@ -4,6 +4,7 @@
 #include "core/error.hpp"
 #include "cuda_plugin/arena_dump.hpp"
 #include "cuda_plugin/memory_directory.hpp"
+#include "cuda_plugin/present_pages.hpp"
 
 #include <fcntl.h>
 #include <sys/stat.h>
@@ -71,7 +72,6 @@ ArenaOutput::ArenaOutput(ArenaRoom& room, int arena, int directory, const std::s
         return;
     }
     paid_ = backed_ = file_size(file_.get());
-    pages_.emplace(file_.get(), backed_);
     // Between the header and the first chunk there are zeros. Everything else is written.
     const std::array<std::byte, kMaxAlignment> zeros{};
     put(0, zeros);
@@ -133,7 +133,7 @@ void ArenaOutput::write(std::uint64_t offset, MutBytes buffer, std::size_t size)
     take(offset, offset + whole);
     // As in ChunkOutput::write(): one thread at a time. The others need not wait where there are pages.
     std::unique_lock turn(writing_, std::try_to_lock);
-    if (!turn && pages_ && pages_->try_write(offset, buffer.first(whole)))
+    if (!turn && try_write_present(file_.get(), backed_, offset, buffer.first(whole)))
         return;
     if (!turn)
         turn.lock();

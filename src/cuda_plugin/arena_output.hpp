@@ -5,13 +5,11 @@
 #include "core/image_output.hpp"
 #include "core/unique_fd.hpp"
 #include "cuda_plugin/arena_room.hpp"
-#include "cuda_plugin/present_pages.hpp"
 
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <mutex>
-#include <optional>
 #include <string>
 
 namespace gpustasis {
@@ -58,8 +56,7 @@ private:
         0; ///< bytes from the file's beginning that are its own: of the pool, or taken from the room
     std::uint64_t backed_ = 0; ///< the first of these, which have their memory already
     std::atomic<std::int64_t> added_ = 0;
-    std::mutex writing_;                ///< by write(2)
-    std::optional<PresentPages> pages_; ///< those of the pool
+    std::mutex writing_; ///< by write(2)
     bool committed_ = false;
 };
 

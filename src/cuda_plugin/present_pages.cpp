@@ -4,6 +4,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <cstddef>
 #include <cstring>
 
 namespace gpustasis {
@@ -13,30 +14,23 @@ constexpr int kPopulateWrite = 23; // MADV_POPULATE_WRITE, of Linux 5.14; glibc 
 
 } // namespace
 
-PresentPages::PresentPages(int file, std::uint64_t size) noexcept {
-    if (size == 0)
-        return;
-    void* const memory = ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
-    if (memory == MAP_FAILED)
-        return;
-    memory_ = static_cast<std::byte*>(memory);
-    size_ = size;
-}
-
-PresentPages::~PresentPages() {
-    if (memory_ != nullptr)
-        ::munmap(memory_, size_);
-}
-
-bool PresentPages::try_write(std::uint64_t offset, Bytes bytes) noexcept {
-    if (offset > size_ || bytes.size() > size_ - offset)
+bool try_write_present(int file, std::uint64_t present, std::uint64_t offset,
+                       Bytes bytes) noexcept {
+    if (offset > present || bytes.size() > present - offset)
         return false;
     static const auto page = static_cast<std::uint64_t>(::sysconf(_SC_PAGESIZE));
     const std::uint64_t first = offset / page * page;
-    if (::madvise(memory_ + first, offset + bytes.size() - first, kPopulateWrite) != 0)
+    const auto before = static_cast<std::size_t>(offset - first);
+    const std::size_t size = before + bytes.size();
+    void* const memory =
+        ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, file, static_cast<off_t>(first));
+    if (memory == MAP_FAILED)
         return false;
-    std::memcpy(memory_ + offset, bytes.data(), bytes.size());
-    return true;
+    const bool is_there = ::madvise(memory, size, kPopulateWrite) == 0;
+    if (is_there)
+        std::memcpy(static_cast<std::byte*>(memory) + before, bytes.data(), bytes.size());
+    ::munmap(memory, size);
+    return is_there;
 }
 
 } // namespace gpustasis

@@ -4,30 +4,15 @@
 
 #include "core/bytes.hpp"
 
-#include <cstddef>
 #include <cstdint>
 
 namespace gpustasis {
 
-/// Through write(2) the kernel lets one thread at a time into a file. Through a mapping each thread writes by itself; for that
-/// every page has to be mapped, which costs processor time: one thread alone is a fifth faster with write(2) (measured on
-/// the machine of docs/performance.md, 3.7 and 4.4 GB/s; two threads into one file: 5.4 and 4.2).
-class PresentPages {
-public:
-    /// The first `size` bytes of `file`. Where they cannot be mapped, it has none.
-    PresentPages(int file, std::uint64_t size) noexcept;
-    PresentPages(const PresentPages&) = delete;
-    PresentPages& operator=(const PresentPages&) = delete;
-    ~PresentPages();
-
-    /// Write `bytes` there. From several threads at once. False: nothing was written, as where `offset` is beyond, the file
-    /// was cut meanwhile, a page is missing and there is no memory for it, or the kernel cannot say so (before Linux 5.14):
-    /// write(2) says why, and no signal comes.
-    bool try_write(std::uint64_t offset, Bytes bytes) noexcept;
-
-private:
-    std::byte* memory_ = nullptr;
-    std::uint64_t size_ = 0;
-};
+/// Write `bytes` at `offset` of `file`, of which the first `present` bytes have their memory, through a mapping that is gone
+/// on return: neither page tables nor resident memory of this process grow with the file. From several threads at once:
+/// write(2) lets one at a time into a file, and is for one alone a third faster (docs/performance.md). False: nothing was
+/// written, as where it is not all present, the file was cut meanwhile, a page is missing after all and there is no memory
+/// for it, or the kernel cannot say so (before Linux 5.14). Then write(2) says why; no signal comes.
+bool try_write_present(int file, std::uint64_t present, std::uint64_t offset, Bytes bytes) noexcept;
 
 } // namespace gpustasis

@@ -115,7 +115,9 @@ bool RestoreSession::prepare() {
         if (uses_driver()) {
             statistics_.phases.time("check_machine", [&] { check_machine(); });
             // Slow on real machines, and only needed when the tasks stand: criu works meanwhile.
-            const auto [gpus, used] = gpus_ahead();
+            auto [gpus, used] = gpus_ahead();
+            if (gpus.size() > worker_protocol::kMaxGpus) // of all tasks; each may have less
+                gpus.clear();
             worker_.begin_initialize(gpus, used);
         }
         prepared_ = true;

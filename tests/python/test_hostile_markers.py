@@ -139,13 +139,16 @@ def test_another_directory_in_its_place_loses_no_marker(
     assert recycle(arena) == []
 
 
-def test_a_copy_that_is_given_up_is_not_the_checkpoint(arena: Path, tmp_path: Path) -> None:
+def test_a_copy_that_is_given_up_is_not_the_checkpoint(
+    arena: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """`cp -a` takes the marker along."""
     images, copy = tmp_path / "images", tmp_path / "copy"
     stored = make_drainable(arena, images)
     before = contents(stored)
     shutil.copytree(images, copy)
     assert discard(copy) == stored
+    assert f"its memory stays in {stored}: it is a copy" in caplog.text
     assert not (copy / ARENA_MARKER).exists()
     assert recycle(arena) == [] and contents(stored) == before
     drain(images)

@@ -11,7 +11,6 @@ directories are emptied: it counts as it is found under an exclusive lock on the
 from __future__ import annotations
 
 import errno
-import fcntl
 import logging
 import os
 import re
@@ -36,7 +35,7 @@ from gpustasis._core import (
 from gpustasis.draining.over import OVER, is_over
 from gpustasis.errors import CheckpointError, ImageError, UnsupportedError
 from gpustasis.image.arena import images_of, is_images_of, own_marker
-from gpustasis.image.directory import is_there, try_exclude
+from gpustasis.image.directory import is_there, share, try_exclude
 
 log = logging.getLogger(__name__)
 
@@ -173,23 +172,20 @@ def arena_of(marker: ArenaMarker) -> Path | None:
         return None
 
 
-def note_over(images: Path, marker: ArenaMarker) -> None:
+def note_over(images: Path, marker: ArenaMarker) -> bool:
     """Write down in that directory that its checkpoint is drained or given up, and the marker gone:
     somebody may read it, or need it, when it could be recycled. Without the note it stays as long
     as the image directory does not say so itself.
 
     images: where the marker was, by descriptor. A copy of an image directory has the marker too,
     and so may anything that others made: only the directory of the dump itself says that its
-    checkpoint is over."""
+    checkpoint is over. False: it was not written down."""
     with suppress(*_ERRORS), _marked(marker) as inside:
-        fd = os.open(inside, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            # Who has it alone may be emptying it, and could not remove it with a new file in it.
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            if is_images_of(images, read_arena_owner(inside)):
+        if is_images_of(images, read_arena_owner(inside)):
+            with share(inside):  # who has it alone could not remove it with a new file in it
                 (inside / OVER).touch(mode=0o600)
-        finally:
-            os.close(fd)
+            return True
+    return False
 
 
 @contextmanager

@@ -7,6 +7,7 @@ Source: tmpfs(5); Linux Documentation/filesystems/tmpfs.rst, huge= and noswap (6
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import time
 from contextlib import ExitStack, suppress
@@ -39,6 +40,8 @@ from gpustasis.image.arena import (
     tier_of,
 )
 from gpustasis.image.directory import PATIENCE_S, is_there, try_exclude
+
+log = logging.getLogger(__name__)
 
 ARENA = Path("/run/gpustasis/arena")  # src/cuda_plugin/config.hpp
 _HUGE = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
@@ -205,14 +208,21 @@ def discard(checkpoint: Path, arena: Path = ARENA) -> Path:
             inside = held.enter_context(by_descriptor(checkpoint))
         except OSError as exc:
             raise ImageError(f"cannot open {checkpoint}: {exc.strerror}") from exc
-        marker = _give_up_marker(inside)
+        marker, is_noted = _give_up_marker(inside)
     if (found := arena_of(marker)) is not None:
         recycle(found)
-    return Path(marker.directory)
+    stored = Path(marker.directory)
+    if not is_noted and os.path.lexists(stored):
+        log.warning(
+            "%s was given up, and its memory stays in %s: it is a copy, was moved, or that is in "
+            "use; if it is of no use, give up %s",
+            *(checkpoint, stored, stored.name),
+        )
+    return stored
 
 
-def _give_up_marker(checkpoint: Path) -> ArenaMarker:
-    """What it has said. Raises as discard."""
+def _give_up_marker(checkpoint: Path) -> tuple[ArenaMarker, bool]:
+    """What it has said, and whether its memory is known to be of no use. Raises as discard."""
     marker = find_marker(checkpoint)
     if marker is None or is_there(checkpoint / MANIFEST_NAME):
         raise ImageError(f"{checkpoint} holds no checkpoint that is only in memory")
@@ -224,12 +234,12 @@ def _give_up_marker(checkpoint: Path) -> ArenaMarker:
             if is_there(checkpoint / MANIFEST_NAME):
                 raise ImageError(f"{checkpoint} was drained a moment ago: it is durable")
             own.unlink()
-            note_over(checkpoint, marker)
+            is_noted = note_over(checkpoint, marker)
     except BlockingIOError as exc:
         raise CheckpointError(f"{path} is locked: a drain or a dump is at work") from exc
     except OSError as exc:
         raise CheckpointError(f"cannot remove {path}: {exc.strerror}") from exc
-    return marker
+    return marker, is_noted
 
 
 def _in_arena(checkpoint: Path, arena: Path) -> Path | None:

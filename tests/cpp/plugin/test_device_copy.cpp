@@ -266,6 +266,7 @@ void a_lane_that_takes_long_is_not_waited_for() {
     storage.reserve({uuid(0)}, operation);
     std::atomic<bool> held = false;
     storage.checkpoint(kPid, operation, held);
+    state.context_waits = false;
     state.context_gate.lock();
     std::thread slow([&] { storage.prepare({uuid(1)}, 1); });
     while (!state.context_waits)

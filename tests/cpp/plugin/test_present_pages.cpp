@@ -51,7 +51,9 @@ Buffer read(int file, std::uint64_t offset, std::size_t size) {
 void bytes_are_where_they_were_put() {
     const Place place;
     const UniqueFd file = place.file("x", kPages);
-    PresentPages pages(file.get(), kPages);
+    const auto try_write = [&](std::uint64_t at, Bytes bytes) {
+        return try_write_present(file.get(), kPages, at, bytes);
+    };
     Buffer wanted = read(file.get(), 0, kPages);
     for (const auto& [at, size] : {std::pair<std::size_t, std::size_t>{0, 1},
                                    {4095, 2},
@@ -59,7 +61,7 @@ void bytes_are_where_they_were_put() {
                                    {kPages - kChunk, kChunk}}) {
         const Buffer bytes = sample::random_bytes(size, at + 2);
         std::ranges::copy(bytes, wanted.begin() + static_cast<std::ptrdiff_t>(at));
-        CHECK(pages.try_write(at, bytes));
+        CHECK(try_write(at, bytes));
     }
     CHECK(read(file.get(), 0, kPages) == wanted);
 }
@@ -68,23 +70,29 @@ void what_is_beyond_is_not_written() {
     const Place place;
     const UniqueFd file = place.file("x", kPages);
     const Buffer before = read(file.get(), 0, kPages);
-    PresentPages pages(file.get(), kPages);
+    const auto try_write = [&](std::uint64_t at, Bytes bytes) {
+        return try_write_present(file.get(), kPages, at, bytes);
+    };
     const Buffer bytes = sample::random_bytes(kChunk, 3);
-    CHECK(!pages.try_write(kPages - kChunk + 1, bytes) && !pages.try_write(kPages, bytes));
-    CHECK(!pages.try_write(~std::uint64_t{0}, bytes));
+    CHECK(!try_write(kPages - kChunk + 1, bytes) && !try_write(kPages, bytes));
+    CHECK(!try_write(~std::uint64_t{0}, bytes));
     CHECK(read(file.get(), 0, kPages) == before && file_size(file.get()) == kPages);
-    CHECK(!PresentPages(file.get(), 0).try_write(0, bytes));
-    CHECK(!PresentPages(-1, kPages).try_write(0, bytes));
+    CHECK(!try_write_present(file.get(), 0, 0, bytes));
+    CHECK(!try_write_present(-1, kPages, 0, bytes));
+    CHECK(!try_write_present(file.get(), kPages - 1, kPages - kChunk,
+                             bytes)); // its last page is there
 }
 
 void a_file_that_was_cut_is_no_signal() {
     const Place place;
     const UniqueFd file = place.file("x", kPages);
-    PresentPages pages(file.get(), kPages);
+    const auto try_write = [&](std::uint64_t at, Bytes bytes) {
+        return try_write_present(file.get(), kPages, at, bytes);
+    };
     CHECK(::ftruncate(file.get(), kMib) == 0);
     const Buffer bytes = sample::random_bytes(kChunk, 4);
-    CHECK(!pages.try_write(2 * kMib, bytes) && !pages.try_write(kMib - 4096, bytes));
-    CHECK(pages.try_write(kMib - kChunk, bytes));
+    CHECK(!try_write(2 * kMib, bytes) && !try_write(kMib - 4096, bytes));
+    CHECK(try_write(kMib - kChunk, bytes));
     CHECK(read(file.get(), kMib - kChunk, kChunk) == bytes && file_size(file.get()) == kMib);
 }
 
@@ -97,10 +105,12 @@ void a_page_that_memory_is_missing_for_is_no_signal() {
     {
         const UniqueFd file(::open(dir.path("full/x").c_str(), O_RDWR | O_CREAT, 0600));
         CHECK(file && ::ftruncate(file.get(), kPages) == 0);
-        PresentPages pages(file.get(), kPages);
+        const auto try_write = [&](std::uint64_t at, Bytes bytes) {
+            return try_write_present(file.get(), kPages, at, bytes);
+        };
         const Buffer bytes = sample::random_bytes(kChunk, 5);
         std::size_t written = 0;
-        while (written < kPages && pages.try_write(written, bytes))
+        while (written < kPages && try_write(written, bytes))
             written += kChunk;
         CHECK(written != 0 && written <= kRoom);
         CHECK(read(file.get(), 0, kChunk) == bytes);

@@ -211,6 +211,20 @@ void quick_calls_wait_for_an_initialize_that_is_under_way() {
     rig.worker->stop();
 }
 
+// Contexts and page-locked memory are made behind cuInit, and have as much time.
+void an_initialize_with_gpus_has_twice_the_time() {
+    Rig rig(OnOrphaned::kill);
+    rig.config.driver_timeout_ms = 2'000;
+    ::setenv("SLOW_DRIVER_INIT_MS", "3000", 1);
+    rig.worker->begin_initialize({sample::id_of(1)}, 1); // which this driver does not have
+    rig.worker->initialize();
+    rig.worker->stop();
+    rig.worker->begin_initialize({}, 0);
+    CHECK_THROWS(Errc::io, rig.worker->initialize());
+    ::unsetenv("SLOW_DRIVER_INIT_MS");
+    rig.worker->stop();
+}
+
 void a_refused_initialize_is_told_to_who_needs_it() {
     Rig rig(OnOrphaned::kill);
     ::setenv("SLOW_DRIVER_INIT_RESULT", "100", 1);
@@ -234,6 +248,7 @@ int main() {
     a_hanging_driver_does_not_keep_a_broken_restore_alive();
     an_undo_is_settled_only_when_it_was_tried();
     a_fifo_in_the_place_of_the_log_does_not_hold_up_an_undo();
+    an_initialize_with_gpus_has_twice_the_time();
     a_refused_initialize_is_told_to_who_needs_it();
     quick_calls_wait_for_an_initialize_that_is_under_way();
 }
