@@ -242,7 +242,7 @@ struct DeviceSink::Device {
 
     struct Piece {
         std::size_t number = 0;
-        bool was_used = false; ///< a copy out of it may not be done
+        std::uint64_t copy = 0; ///< the last out of it, as its stream counts them; 0: none
     };
 
     std::size_t stream_of(const Piece& piece) const noexcept {
@@ -292,12 +292,19 @@ struct DeviceSink::Device {
         }
     }
 
-    // The memory of a piece that no copy uses.
+    // The memory of a piece that no copy uses. To wait for a stream is to wait for all that was begun on it: what was put
+    // just now too, at the speed of one GPU. So that is done once for all copies before, and not for each piece.
     MutBytes take_free() {
         Piece piece = take();
+        Stream& stream = streams[stream_of(piece)];
         try {
-            if (piece.was_used)
+            if (piece.copy > stream.done.load()) {
+                const std::uint64_t begun = stream.begun.load();
                 lane.wait(stream_of(piece));
+                std::uint64_t done = stream.done.load();
+                while (done < begun && !stream.done.compare_exchange_weak(done, begun))
+                    continue;
+            }
         } catch (...) {
             put_back(piece);
             throw;
@@ -306,9 +313,14 @@ struct DeviceSink::Device {
     }
 
     void put(std::uint64_t offset, MutBytes host) {
-        const Piece piece{number_of(host), true};
+        Piece piece{number_of(host), 0};
+        Stream& stream = streams[stream_of(piece)];
         try {
+            // Counted when it was begun, under a lock: what is counted, a wait that comes after has waited for.
+            const std::lock_guard lock(stream.mutex);
+            piece.copy = stream.begun.load() + 1;
             lane.to_device(stream_of(piece), host.data(), offset, host.size());
+            stream.begun = piece.copy;
             touch(moved_at);
         } catch (...) {
             put_back(piece);
@@ -328,6 +340,12 @@ struct DeviceSink::Device {
     std::condition_variable freed;
     // A ring of those in no use: nothing may fail that gives one back.
     Piece pieces[kPieces];
+    struct Stream {
+        std::mutex mutex;
+        std::atomic<std::uint64_t> begun = 0; ///< copies
+        std::atomic<std::uint64_t> done = 0;  ///< of these, that are known to be
+    };
+    Stream streams[CopyLane::kStreams];
     std::size_t first = 0;
     std::size_t free_count = kPieces;
     std::atomic<std::size_t> lent = 0;
@@ -358,7 +376,7 @@ void DeviceSink::put(std::uint64_t address, MutBytes lent) {
 void DeviceSink::take_back(std::uint64_t address, MutBytes lent) noexcept {
     Device& device = *devices_[device_number(address)];
     --device.lent;
-    device.put_back({device.number_of(lent), false});
+    device.put_back({device.number_of(lent), 0});
 }
 
 void DeviceSink::finish() {

@@ -51,7 +51,8 @@ struct State {
     std::atomic<int> hosts = 0; ///< blocks of page-locked memory
     // What was done.
     std::atomic<int> checkpoints = 0;
-    std::atomic<int> late = 0; ///< host_alloc while memory was handed over
+    std::atomic<int> waits = 0; ///< for streams
+    std::atomic<int> late = 0;  ///< host_alloc while memory was handed over
     std::atomic<int> asked = 0;
 
     std::mutex mutex;
@@ -167,6 +168,7 @@ STORAGE_DRIVER_API cuStreamGetCtx(void* stream, void** context) {
     return 0;
 }
 STORAGE_DRIVER_API cuStreamSynchronize(void* stream) {
+    ++storage_driver::state.waits;
     const bool is_current =
         static_cast<storage_driver::OneStream*>(stream)->gpu == storage_driver::current;
     return storage_driver::state.synchronizes && is_current ? 0

@@ -233,6 +233,23 @@ void what_a_sink_takes_back_needs_no_memory() {
     allocations_left = -1;
 }
 
+// Each wait is for all that was begun on the stream, at the speed of one GPU, and others have to be filled meanwhile.
+void a_stream_is_waited_for_once_for_all_that_was_copied_before() {
+    constexpr std::size_t kLaps = 4;
+    HandedOver of(kLaps * CopyLane::kSize);
+    {
+        DeviceSink sink(of.storage, of.devices, of.moved_at);
+        const int before = state.waits;
+        for (std::size_t piece = 0; piece < kLaps * kPieces; ++piece)
+            sink.write(device_address(0, piece * kPiece),
+                       std::vector<std::byte>(kPiece, std::byte(piece % 251)));
+        CHECK(state.waits - before == static_cast<int>((kLaps - 1) * CopyLane::kStreams));
+        sink.finish();
+    }
+    for (std::size_t piece = 0; piece < kLaps * kPieces; ++piece)
+        CHECK(of.memory()[piece * kPiece] == std::byte(piece % 251));
+}
+
 void restores_on_one_gpu_have_page_locked_memory_each_before_the_driver_is_asked() {
     CustomStorage storage = new_storage();
     const int hosts = state.hosts;
@@ -286,6 +303,7 @@ int main() {
     half_of_a_source_is_lent_and_the_rest_is_copied();
     half_of_a_sink_is_lent_and_the_rest_is_copied();
     what_a_sink_takes_back_needs_no_memory();
+    a_stream_is_waited_for_once_for_all_that_was_copied_before();
     restores_on_one_gpu_have_page_locked_memory_each_before_the_driver_is_asked();
     a_lane_that_takes_long_is_not_waited_for();
 }
