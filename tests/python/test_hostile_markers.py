@@ -148,7 +148,7 @@ def test_a_copy_that_is_given_up_is_not_the_checkpoint(
     before = contents(stored)
     shutil.copytree(images, copy)
     assert discard(copy) == stored
-    assert f"its memory stays in {stored}: it is a copy" in caplog.text
+    assert f"memory in {stored} stays: it is that of the checkpoint in {images}" in caplog.text
     assert not (copy / ARENA_MARKER).exists()
     assert recycle(arena) == [] and contents(stored) == before
     drain(images)

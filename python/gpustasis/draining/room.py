@@ -15,7 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpustasis import _core, process
-from gpustasis._core import ARENA_MARKER, ARENA_OWNER, MANIFEST_NAME, ArenaMarker
+from gpustasis._core import (
+    ARENA_MARKER,
+    ARENA_OWNER,
+    MANIFEST_NAME,
+    ArenaMarker,
+    read_arena_owner,
+)
 from gpustasis.criu.images import INVENTORY_NAME
 from gpustasis.draining.recycle import (
     POOL,
@@ -212,12 +218,13 @@ def discard(checkpoint: Path, arena: Path = ARENA) -> Path:
     if (found := arena_of(marker)) is not None:
         recycle(found)
     stored = Path(marker.directory)
-    if not is_noted and os.path.lexists(stored):
-        log.warning(
-            "%s was given up, and its memory stays in %s: it is a copy, was moved, or that is in "
-            "use; if it is of no use, give up %s",
-            *(checkpoint, stored, stored.name),
-        )
+    if found is not None and not is_noted:
+        with suppress(OSError, ValueError, NotImplementedError):  # it is gone
+            log.warning(
+                "the marker of %s is removed, and the memory in %s stays: it is that of the "
+                "checkpoint in %s, or in use",
+                *(checkpoint, stored, read_arena_owner(stored).images),
+            )
     return stored
 
 

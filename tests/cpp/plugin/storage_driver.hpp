@@ -15,6 +15,7 @@
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <vector>
 
 namespace storage_driver {
 
@@ -24,7 +25,14 @@ inline constexpr int kGpus = 2;
 inline constexpr driver::Result kRefused = driver::kOutOfMemory;
 
 struct OneStream {
+    struct Copy {
+        void* to;
+        const void* from;
+        std::size_t size;
+    };
     int gpu = -1; ///< -1: none
+    std::vector<Copy>
+        copies; ///< to the GPU, that are made when it is waited for: as late as a driver may
 };
 
 /// One operation in flight.
@@ -64,6 +72,13 @@ struct State {
     std::array<OneStream, kGpus> own;
 };
 inline State state;
+
+/// All that was begun on `stream`. The mutex is held.
+inline void make_copies(OneStream& stream) {
+    for (const OneStream::Copy& copy : stream.copies)
+        std::memcpy(copy.to, copy.from, copy.size);
+    stream.copies.clear();
+}
 inline thread_local int current = -1;
 
 inline Id uuid(int gpu) {
@@ -151,6 +166,7 @@ STORAGE_DRIVER_API cuStreamCreate(void** stream, unsigned) {
     for (storage_driver::OneStream& one : state.made)
         if (one.gpu < 0) {
             one.gpu = storage_driver::current;
+            one.copies.reserve(4096); // some tests have no memory left later
             *stream = &one;
             ++state.streams;
             return 0;
@@ -160,6 +176,7 @@ STORAGE_DRIVER_API cuStreamCreate(void** stream, unsigned) {
 STORAGE_DRIVER_API cuStreamDestroy_v2(void* stream) {
     const std::lock_guard lock(storage_driver::state.mutex);
     static_cast<storage_driver::OneStream*>(stream)->gpu = -1;
+    static_cast<storage_driver::OneStream*>(stream)->copies.clear();
     --storage_driver::state.streams;
     return 0;
 }
@@ -171,6 +188,10 @@ STORAGE_DRIVER_API cuStreamSynchronize(void* stream) {
     ++storage_driver::state.waits;
     const bool is_current =
         static_cast<storage_driver::OneStream*>(stream)->gpu == storage_driver::current;
+    if (storage_driver::state.synchronizes && is_current) {
+        const std::lock_guard lock(storage_driver::state.mutex);
+        storage_driver::make_copies(*static_cast<storage_driver::OneStream*>(stream));
+    }
     return storage_driver::state.synchronizes && is_current ? 0
                                                             : gpustasis::driver::kInvalidContext;
 }
@@ -202,8 +223,10 @@ STORAGE_DRIVER_API cuMemcpyDtoHAsync_v2(void* to, std::uint64_t from, std::size_
     return 0;
 }
 STORAGE_DRIVER_API cuMemcpyHtoDAsync_v2(std::uint64_t to, const void* from, std::size_t size,
-                                        void*) {
-    std::memcpy(reinterpret_cast<void*>(to), from, size);
+                                        void* stream) {
+    const std::lock_guard lock(storage_driver::state.mutex);
+    static_cast<storage_driver::OneStream*>(stream)->copies.push_back(
+        {reinterpret_cast<void*>(to), from, size});
     return 0;
 }
 STORAGE_DRIVER_API cuMemsetD8Async(std::uint64_t to, unsigned char value, std::size_t size, void*) {

@@ -4,6 +4,7 @@
 #include "sample.hpp"
 #include "storage_driver.hpp"
 
+#include "core/workers.hpp"
 #include "device_memory/custom_storage.hpp"
 #include "device_memory/device_copy.hpp"
 #include "device_memory/numbered_devices.hpp"
@@ -250,6 +251,28 @@ void a_stream_is_waited_for_once_for_all_that_was_copied_before() {
         CHECK(of.memory()[piece * kPiece] == std::byte(piece % 251));
 }
 
+// Of a driver that copies as late as it may.
+void no_piece_is_written_to_before_it_was_copied() {
+    constexpr std::size_t kLaps = 3;
+    HandedOver of(kLaps * CopyLane::kSize);
+    {
+        DeviceSink sink(of.storage, of.devices, of.moved_at);
+        std::atomic<std::size_t> next = 0;
+        FirstFailure failure;
+        run_workers(4, failure, [&] {
+            for (std::size_t piece = next++; piece < kLaps * kPieces; piece = next++)
+                sink.write(device_address(0, piece * kPiece),
+                           std::vector<std::byte>(kPiece, std::byte(piece % 251)));
+        });
+        sink.finish();
+    }
+    for (std::size_t piece = 0; piece < kLaps * kPieces; ++piece) {
+        const auto wanted = std::byte(piece % 251);
+        CHECK(of.memory()[piece * kPiece] == wanted &&
+              of.memory()[(piece + 1) * kPiece - 1] == wanted);
+    }
+}
+
 void restores_on_one_gpu_have_page_locked_memory_each_before_the_driver_is_asked() {
     CustomStorage storage = new_storage();
     const int hosts = state.hosts;
@@ -304,6 +327,7 @@ int main() {
     half_of_a_sink_is_lent_and_the_rest_is_copied();
     what_a_sink_takes_back_needs_no_memory();
     a_stream_is_waited_for_once_for_all_that_was_copied_before();
+    no_piece_is_written_to_before_it_was_copied();
     restores_on_one_gpu_have_page_locked_memory_each_before_the_driver_is_asked();
     a_lane_that_takes_long_is_not_waited_for();
 }
