@@ -146,11 +146,11 @@ class Watch:
 
 
 def fingerprint(directory: Path) -> dict[str, tuple[int, str]]:
-    """Of each file but the record of a copy: when it was changed, and its digest."""
+    """Of each file but the record of a copy, whole or not: when it was changed, and its digest."""
     return {
         path.name: (path.stat().st_mtime_ns, hashlib.sha256(path.read_bytes()).hexdigest())
         for path in directory.iterdir()
-        if path.is_file() and path.name != PEER_RECORD
+        if path.is_file() and path.name not in (PEER_RECORD, f".{PEER_RECORD}.part")
     }
 
 
@@ -165,7 +165,10 @@ class Older:
 
     def require_untouched(self) -> None:
         found = fingerprint(self.images), fingerprint(self.stored)
-        assert found == self.files, "the older local checkpoint was changed"
+        changed = [
+            set(now.items()) ^ set(was.items()) for now, was in zip(found, self.files, strict=True)
+        ]
+        assert changed == [set(), set()], f"the older local checkpoint was changed: {changed}"
         assert tier_of(self.images) == Tier.LOCAL, "the older local checkpoint is not local"
         problems = verify_directory(self.images).problems
         assert not problems, f"the older local checkpoint: {problems[0]}"
