@@ -125,9 +125,9 @@ def test_only_what_goes_to_the_disk_at_once_is_tried_with_lz4() -> None:
     host = dataclasses.replace(EVEN, hash=5, check=50, map_down=20, map_up=20, read_back=100)
     one, quick = Shape(tasks=1, gpus=1, size=100), Rates(down=1000, up=1000)
     disk = predict(Way(direct=True), one, quick, host)
-    assert (disk.down, disk.up) == (pytest.approx(25), pytest.approx(7))
+    assert (disk.down, disk.up) == pytest.approx((25, 7))
     memory = predict(Way(direct=True, in_memory=True), one, quick, host)
-    assert (memory.down, memory.up) == (pytest.approx(17), pytest.approx(17))
+    assert (memory.down, memory.up) == pytest.approx((17, 17))
     assert predict(Way(in_memory=True), one, quick, host).store == pytest.approx(17)
     assert predict(Way(), one, quick, host).store == pytest.approx(25)
 
@@ -151,7 +151,7 @@ def test_zeros_are_looked_at_and_go_nowhere() -> None:
     staged = predict(Way(), shape, quick, dataclasses.replace(host, storage=1000))
     assert staged.store == pytest.approx(100 / 20 + 60 / 50 + 40 / 5)
     assert (staged.down, staged.drop) == (25, 5)  # all of it lies in the task
-    assert (staged.refill, staged.up) == (pytest.approx(40 / 25), pytest.approx(10))
+    assert (staged.refill, staged.up) == pytest.approx((40 / 25, 10))
     assert predict(Way(), shape, RATES, host).up == 12.5  # the driver copies zeros, too
     ram = predict(Way(in_memory=True), shape, quick, host)
     assert ram.store == pytest.approx(100 / 20 + 60 / 50 + 40 / 50 + 40 / 10)
