@@ -139,6 +139,28 @@ def test_another_directory_in_its_place_loses_no_marker(
     assert recycle(arena) == []
 
 
+@pytest.mark.parametrize(
+    "error", [ValueError("it is cut short"), NotImplementedError("version 2"), OSError(5, "EIO")]
+)
+def test_memory_that_stays_is_told_whatever_its_owner_says(
+    arena: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    error: Exception,
+) -> None:
+    images, copy = tmp_path / "images", tmp_path / "copy"
+    stored = make_drainable(arena, images)
+    shutil.copytree(images, copy)
+
+    def fail(_: Path) -> None:
+        raise error
+
+    monkeypatch.setattr(room, "read_arena_owner", fail)
+    assert discard(copy) == stored
+    assert f"memory in {stored} stays: {error}" in caplog.text
+
+
 def test_a_copy_that_is_given_up_is_not_the_checkpoint(
     arena: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -219,12 +219,14 @@ def discard(checkpoint: Path, arena: Path = ARENA) -> Path:
         recycle(found)
     stored = Path(marker.directory)
     if found is not None and not is_noted:
-        with suppress(OSError, ValueError, NotImplementedError):  # it is gone
-            log.warning(
-                "the marker of %s is removed, and the memory in %s stays: it is that of the "
-                "checkpoint in %s, or in use",
-                *(checkpoint, stored, read_arena_owner(stored).images),
-            )
+        try:
+            why = f"it is that of the checkpoint in {read_arena_owner(stored).images}, or in use"
+        except FileNotFoundError:
+            return stored  # it is gone
+        except (OSError, ValueError, NotImplementedError) as exc:
+            why = str(exc) or repr(exc)
+        text = "the marker of %s is removed, and the memory in %s stays: %s"
+        log.warning(text, checkpoint, stored, why)
     return stored
 
 
