@@ -299,11 +299,12 @@ struct DeviceSink::Device {
         Stream& stream = streams[stream_of(piece)];
         try {
             if (piece.copy > stream.done.load()) {
-                const std::uint64_t begun = stream.begun.load();
-                lane.wait(stream_of(piece));
-                std::uint64_t done = stream.done.load();
-                while (done < begun && !stream.done.compare_exchange_weak(done, begun))
-                    continue;
+                const std::lock_guard turn(stream.waited); // who comes next need not wait again
+                if (piece.copy > stream.done.load()) {
+                    const std::uint64_t begun = stream.begun.load();
+                    lane.wait(stream_of(piece));
+                    stream.done = begun;
+                }
             }
         } catch (...) {
             put_back(piece);
@@ -317,7 +318,7 @@ struct DeviceSink::Device {
         Stream& stream = streams[stream_of(piece)];
         try {
             // Counted when it was begun, under a lock: what is counted, a wait that comes after has waited for.
-            const std::lock_guard lock(stream.mutex);
+            const std::lock_guard lock(stream.begins);
             piece.copy = stream.begun.load() + 1;
             lane.to_device(stream_of(piece), host.data(), offset, host.size());
             stream.begun = piece.copy;
@@ -341,7 +342,8 @@ struct DeviceSink::Device {
     // A ring of those in no use: nothing may fail that gives one back.
     Piece pieces[kPieces];
     struct Stream {
-        std::mutex mutex;
+        std::mutex begins;                    ///< held while a copy is begun
+        std::mutex waited;                    ///< held while it is waited for
         std::atomic<std::uint64_t> begun = 0; ///< copies
         std::atomic<std::uint64_t> done = 0;  ///< of these, that are known to be
     };
