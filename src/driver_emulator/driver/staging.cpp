@@ -22,7 +22,8 @@ namespace {
 constexpr std::uint64_t kPieceBytes = std::uint64_t{16} << 20; // what a helper copies at a time
 constexpr std::size_t kZeroCheckBytes = 65536;                 // untouched VRAM stays untouched
 
-/// Walks the segments of all devices piece by piece, for several threads at once.
+/// Walks the segments of all devices piece by piece, for several threads at once. To the host a piece is a part of a
+/// segment; to the device it is all of a GPU, a file that one thread at a time can write to: others would spin for it.
 struct CopyJob {
     Driver* driver;
     bool to_host;
@@ -68,14 +69,22 @@ Result copy_piece(Vram& vram, std::uint64_t address, char* host, std::uint64_t s
 void copy_pieces(void* argument) noexcept {
     CopyJob& job = *static_cast<CopyJob*>(argument);
     std::uint64_t mine = job.next_piece.fetch_add(1);
-    std::uint64_t piece = 0;
+    std::uint64_t next = 0;   // piece
     std::uint64_t before = 0; // bytes of the segments before this one
+    const Vram* last = nullptr;
     for_each_segment(*job.driver, [&](Vram& vram, std::uint64_t address, Segment& segment) {
         const std::uint64_t allowed = job.bytes - std::min(job.bytes, before);
         const std::uint64_t wanted = std::min(segment.size, allowed);
         before += segment.size;
-        for (std::uint64_t offset = 0; offset < wanted; offset += kPieceBytes, ++piece) {
-            if (piece != mine || job.result.load() != 0) {
+        for (std::uint64_t offset = 0; offset < wanted; offset += kPieceBytes) {
+            if (job.to_host || last != &vram) {
+                last = &vram;
+                if (next > mine) { // and so this one has done with its own
+                    mine = job.next_piece.fetch_add(1);
+                }
+                ++next;
+            }
+            if (next - 1 != mine || job.result.load() != 0) {
                 continue;
             }
             const Result result =
@@ -84,7 +93,6 @@ void copy_pieces(void* argument) noexcept {
             if (result != Result::success) {
                 job.result = static_cast<int>(result);
             }
-            mine = job.next_piece.fetch_add(1);
         }
     });
 }
