@@ -19,7 +19,6 @@ from pathlib import Path
 import gpustasis
 from gpustasis.agent import containers
 from gpustasis.agent.config import Config, Target
-from gpustasis.agent.damage import find_damage
 from gpustasis.agent.in_memory import is_broken_off, why_not_given_up
 from gpustasis.agent.operations import Figures, Operation
 from gpustasis.agent.space import disk_used
@@ -33,6 +32,7 @@ from gpustasis.files import open_own_directory
 from gpustasis.image.arena import tier_of
 from gpustasis.image.directory import try_exclude
 from gpustasis.image.store import read_entry, read_store
+from gpustasis.image.verification import verify_directory
 from gpustasis.jobs.cuda import load_driver
 from gpustasis.recovery import GUARDIAN_COMM, WORKER_COMM
 from gpustasis.streaming.dumping import TICK_S, Dumping
@@ -326,16 +326,16 @@ def require_whole(images: Path, *, keep: bool) -> None:
     it must not count as one of the last that are kept. What cannot be read now stays: it may be
     right, and in memory alone. keep: so does the only one of a job that has ended: what is right in
     it may be of use."""
-    damage = ""
+    damage: list[str] = []
     try:
-        problems = gpustasis.open(images).verify().problems
-        if problems:
-            damage = find_damage(images)
+        problems = verify_directory(images).problems
+        if problems:  # once more: it may be the only copy, and a medium may answer wrongly once
+            verify_directory(images, damage=damage)
     except (CheckpointError, OSError, MemoryError) as exc:
         problems = [str(exc) or repr(exc)]
     if damage:
         left = "it was removed" if not keep and remove_failed(images) else "it was left there"
-        raise AgentError(f"the checkpoint in {images} is damaged: {damage}; {left}")
+        raise AgentError(f"the checkpoint in {images} is damaged: {damage[0]}; {left}")
     if problems:
         raise AgentError(
             f"whether the checkpoint in {images} is whole cannot be told: {problems[0]}; it was "

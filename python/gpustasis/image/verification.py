@@ -18,7 +18,7 @@ from gpustasis._core import (
     stored_memory_digest,
 )
 from gpustasis.criu.images import INVENTORY_NAME, inventory_plugins
-from gpustasis.errors import ImageError, UnsupportedError
+from gpustasis.errors import ImageError, SealError, UnsupportedError
 from gpustasis.image.arena import stored_directory
 from gpustasis.image.checkpoint import (
     find_manifest,
@@ -66,57 +66,87 @@ class Verification:
 
 
 def verify_directory(
-    directory: Path, threads: int = 0, on_progress: OnProgress | None = None
+    directory: Path,
+    threads: int = 0,
+    on_progress: OnProgress | None = None,
+    damage: list[str] | None = None,
 ) -> Verification:
     """Check the manifest in `directory` and every image; go on after a problem with the next file.
 
     Chunks that another image holds are read and checked there.
-    threads: 0 for as many as there are processors. Nothing is raised for what is found; a
-    directory that cannot be listed, or is sealed, raises ImageError.
+    threads: 0 for as many as there are processors. damage: the problems that are damage for certain
+    are added to it as well: what was read is wrong, and nobody has refused to read it just then.
+    Nothing is raised for what is found; a directory that cannot be listed, or is sealed, raises
+    ImageError.
     """
     require_not_sealed(directory)
     place = stored_directory(directory)
+    found = _Found(Verification(), [] if damage is None else damage)
     # Where it is drained meanwhile, what is in memory is still there then.
     with shared(() if place == directory else (place,)):
-        return _verify(directory, place, threads, on_progress)
+        _verify(directory, place, threads, on_progress, found)
+    return found.all
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    all: Verification
+    damage: list[str]
+
+    def add(self, error: ImageError | UnsupportedError, where: str = "") -> None:
+        text = f"{where}{error}"
+        self.all.problems.append(text)
+        if _is_damage(error):
+            self.damage.append(text)
+
+
+def _is_damage(error: ImageError | UnsupportedError) -> bool:
+    """Not where the system has refused: a disk or a server that does not answer now, or this
+    process being out of something. Nor where only a later version understands what is there."""
+    if isinstance(error, SealError | UnsupportedError):
+        return False
+    cause = error.__cause__
+    while cause is not None:
+        if isinstance(cause, OSError):
+            return False
+        cause = cause.__cause__
+    return True
 
 
 def _verify(
-    directory: Path, place: Path, threads: int, on_progress: OnProgress | None
-) -> Verification:
+    directory: Path, place: Path, threads: int, on_progress: OnProgress | None, found: _Found
+) -> None:
     """place: of manifest and images."""
-    found = Verification()
     names = image_names(place)
     try:
         manifest = find_manifest(place)
     except (ImageError, UnsupportedError) as exc:
-        found.problems.append(f"{directory}: {exc}")
-        return found
+        found.add(exc, f"{directory}: ")
+        return
     if manifest is None:
-        found.problems.append(_why_no_manifest(directory))
-        return found
+        found.all.problems.append(_why_no_manifest(directory))
+        return
     stored = _check_images(place, manifest, threads, on_progress, found)
     _check_pack(directory, manifest, threads, found)
-    if not found.problems:
+    if not found.all.problems:
         try:
             require_all_in(directory, stored)
         except ImageError as exc:
-            found.problems.append(str(exc))
+            found.add(exc)
     wanted = {task.image_name for task in manifest.tasks if task.externalized}
-    found.problems += [
+    found.all.problems += [
         f"{place / name}: not named by the manifest" for name in names if name not in wanted
     ]
-    return found
 
 
-def _check_pack(directory: Path, manifest: Manifest, threads: int, found: Verification) -> None:
+def _check_pack(directory: Path, manifest: Manifest, threads: int, found: _Found) -> None:
     try:
         pack = verify_pack(directory, manifest, threads)
     except (ImageError, UnsupportedError) as exc:
-        found.problems.append(str(exc))
+        found.add(exc)
         return
     if pack is not None:
-        found.packed_files, found.packed_bytes = len(pack.files), pack.size
+        found.all.packed_files, found.all.packed_bytes = len(pack.files), pack.size
 
 
 def require_all_in(directory: Path, stored: Stored) -> None:
@@ -171,7 +201,7 @@ def _check_images(
     manifest: Manifest,
     threads: int,
     on_progress: OnProgress | None,
-    found: Verification,
+    found: _Found,
 ) -> Stored:
     """Every task, with the regions of its image if that is there."""
     earlier: set[bytes] = set()
@@ -183,22 +213,22 @@ def _check_images(
         try:
             image = open_image(directory, manifest, task)
         except (ImageError, UnsupportedError) as exc:
-            found.problems.append(str(exc))
+            found.add(exc)
             continue
         try:
             _check_content(image, task.image_name, threads, on_progress)
         except (ImageError, UnsupportedError) as exc:
-            found.problems.append(str(exc))
+            found.add(exc)
             continue
         stored.append((task, image.info.regions))
-        found.images += 1
-        found.plain_bytes += plain_size(image)
+        found.all.images += 1
+        found.all.plain_bytes += plain_size(image)
         if task.kind == MemoryKind.CPU:
-            found.cpu_bytes += plain_size(image)
-        found.earlier_bytes += image.totals.ref.plain
-        found.alike_bytes += image.totals.alike.plain
+            found.all.cpu_bytes += plain_size(image)
+        found.all.earlier_bytes += image.totals.ref.plain
+        found.all.alike_bytes += image.totals.alike.plain
         earlier |= {source.checkpoint_id for source in image.info.sources if source.depth}
-    found.earlier_checkpoints = len(earlier)
+    found.all.earlier_checkpoints = len(earlier)
     return stored
 
 
