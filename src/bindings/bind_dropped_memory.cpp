@@ -15,6 +15,7 @@
 #include <pybind11/stl.h>
 #include <pybind11/stl/filesystem.h>
 
+#include <chrono>
 #include <csignal>
 #include <cstddef>
 #include <filesystem>
@@ -22,6 +23,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <thread>
 
 namespace py = pybind11;
 
@@ -89,6 +91,9 @@ private:
     struct sigaction before_[std::size(kSignals)] = {};
 };
 
+constexpr int kFillTries = 5;
+constexpr std::chrono::seconds kFillAgain{1};
+
 /// The driver, which is in this process already, is handed the memory of the image.
 std::uint64_t restore_handed_over(const std::filesystem::path& directory, pid_t pid,
                                   const std::string& image, const py::bytes& checkpoint_id,
@@ -113,8 +118,18 @@ std::uint64_t restore_handed_over(const std::filesystem::path& directory, pid_t 
     // A driver that refuses may have done it all the same: then the record is what tells.
     begin_filling(identify_task(pid));
     begin_restore(storage, pid, reader.info(), {}, operation);
-    fill_devices(storage, number_devices(reader.info().gpus, operation), reader, threads, moved_at,
-                 progress_alone(progress));
+    const auto devices = number_devices(reader.info().gpus, operation);
+    // The driver waits, and has no way back: what fails once is tried again, from the beginning.
+    for (int tries = 1;; ++tries) {
+        try {
+            fill_devices(storage, devices, reader, threads, moved_at, progress_alone(progress));
+            break;
+        } catch (const Error&) {
+            if (tries == kFillTries)
+                throw;
+        }
+        std::this_thread::sleep_for(kFillAgain);
+    }
     note_filled(identify_task(pid));
     operation.complete();
     end_filling(identify_task(pid));

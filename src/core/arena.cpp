@@ -227,6 +227,16 @@ std::optional<ArenaMarker> find_marker(int image_dir) {
     return parse_marker(read_text(file.get(), name), name);
 }
 
+bool is_lost(const ArenaMarker& marker) {
+    if (marker.boot_id != this_boot())
+        return true;
+    if (::faccessat(AT_FDCWD, marker.directory.c_str(), F_OK, AT_SYMLINK_NOFOLLOW) == 0)
+        return false;
+    if (errno != ENOENT)
+        throw io_error("cannot look for " + marker.directory, errno);
+    return true;
+}
+
 ArenaOwner read_owner(int directory) {
     const std::string name = directory_path(directory) + "/" + kArenaOwner;
     const std::string text = read_trusted(directory, kArenaOwner, name, kMaxText);

@@ -52,6 +52,8 @@ ArenaOwner parse_owner(const std::string& text, const std::string& name);
 
 /// The marker in `image_dir`; nullopt: there is none. Throws Error: io, as parse_marker().
 std::optional<ArenaMarker> find_marker(int image_dir);
+/// Whether the memory that it leads to is gone: this host was booted since, or its directory is not there. Throws Error: io.
+bool is_lost(const ArenaMarker& marker);
 /// Of a directory of an arena. Throws Error: io (also if there is none), as parse_owner().
 ArenaOwner read_owner(int directory);
 

@@ -161,6 +161,9 @@ private:
                                                 " is built on " + id_text(manifest_.parent_id));
         link_parent(image_dir, parent);
         base_ = ParentIndex::read(made);
+        for (const ManifestTask& task : manifest_.tasks)
+            if (task.externalized)
+                base_->forget_held_by(open(task));
     }
 
     ImageReader open(const ManifestTask& task) {

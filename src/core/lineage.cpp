@@ -307,6 +307,12 @@ Manifest Lineage::read_manifest_in(std::uint32_t depth, int directory) {
     return parse_manifest(bytes, kManifestName);
 }
 
+void Lineage::close() noexcept {
+    opener_.reset();
+    files_.clear();
+    directories_.clear();
+}
+
 std::vector<int> Lineage::descriptors() const {
     std::vector<int> all;
     for (const Directory& directory : directories_)

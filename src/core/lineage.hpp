@@ -75,6 +75,9 @@ public:
     /// Of the checkpoint `depth` links away. Throws as read_manifest() and opened().
     Manifest manifest(std::uint32_t depth);
 
+    /// Let go of all. Nothing may be asked of it any more.
+    void close() noexcept;
+
     /// Every descriptor it holds; they stay its own.
     std::vector<int> descriptors() const;
 

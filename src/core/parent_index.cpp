@@ -127,6 +127,23 @@ void ParentIndex::add(Lineage& lineage, const Id& checkpoint_id, const ManifestT
             add_place(place_of(chunk, source));
 }
 
+void ParentIndex::forget_held_by(const ImageReader& image) {
+    std::vector<bool> forgotten(places_.size());
+    for (std::uint64_t number = 0; number < image.chunk_count(); ++number) {
+        const ChunkInfo chunk = image.chunk(number);
+        if (chunk.encoding == Encoding::zero || chunk.source != 0)
+            continue;
+        if (const std::uint32_t slot = table_[slot_number(chunk.hash, chunk.plain_size)]; slot != 0)
+            forgotten[slot - 1] = true;
+    }
+    std::vector<Place> kept; // of content that is there many times, all or none
+    for (const Place& place : places_)
+        if (!forgotten[table_[slot_number(place.plain_hash, place.plain_size)] - 1])
+            kept.push_back(place);
+    places_ = std::move(kept);
+    build_table();
+}
+
 // What is in the clear is opened for a reader's own way to read; it is held from now on.
 ParentIndex::SourceFile ParentIndex::find_file(Lineage& lineage, std::size_t source) const {
     if (lineage.is_sealed())

@@ -21,6 +21,8 @@
 
 namespace gpustasis {
 
+class ImageReader;
+
 /// Built from the indexes of images; no chunk is read. Holds about 56 bytes a chunk that is not zero.
 /// Reading is safe from several threads.
 class ParentIndex {
@@ -57,6 +59,10 @@ public:
     /// bad_argument if it has another chunk size.
     void add(Lineage& lineage, const Id& checkpoint_id, const ManifestTask& task,
              const std::string& owner = {});
+
+    /// Not to know what the parent has of the chunks that `image` holds itself: they were stored anew, because the parent's
+    /// were found damaged. Not while another thread reads.
+    void forget_held_by(const ImageReader& image);
 
     /// Whose the next images are: of what was added, find() finds what has this owner. A task that
     /// can choose its memory could make a chunk with the hash of another's; what it gives to one that

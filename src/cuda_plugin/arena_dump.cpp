@@ -23,6 +23,7 @@
 #include <cerrno>
 #include <ctime>
 #include <filesystem>
+#include <optional>
 #include <span>
 
 namespace gpustasis {
@@ -112,40 +113,19 @@ bool is_there(int directory, const char* name) {
     return ::faccessat(directory, name, F_OK, AT_SYMLINK_NOFOLLOW) == 0;
 }
 
-// CRIU writes its inventory last: there is a checkpoint, and only in memory yet.
+// CRIU writes its inventory last: there is a checkpoint, and only in memory yet. What cannot be told is none of it.
 bool is_local(int image_dir) {
     if (is_there(image_dir, kManifestName) || !is_there(image_dir, kInventoryImage))
         return false;
-    try {
-        return is_there(stored_directory(image_dir).get(), kManifestName);
-    } catch (const Error&) {
-        return false; // it is lost
-    }
+    const std::optional<ArenaMarker> marker = find_marker(image_dir);
+    return marker && !is_lost(*marker) &&
+           is_there(stored_directory(image_dir).get(), kManifestName);
 }
 
-} // namespace
-
-void remove_marker(int image_dir) {
-    const UniqueFd marker = lock_marker(image_dir);
-    if (marker && is_local(image_dir)) {
-        const std::string path = directory_path(image_dir);
-        throw Error(Errc::unsupported,
-                    path +
-                        " holds a checkpoint that is only in memory yet, and that a dump into "
-                        "it would remove: drain it (gpustasis drain " +
-                        path + "), give it up (gpustasis arena discard " + path +
-                        "), or use another directory");
-    }
-    if (marker && ::unlinkat(image_dir, kArenaMarker, 0) != 0 && errno != ENOENT)
-        throw io_error("cannot remove the old " + directory_path(image_dir) + "/" + kArenaMarker,
-                       errno);
-}
-
-UniqueFd lock_marker(int image_dir) {
-    const std::string name = directory_path(image_dir) + "/" + kArenaMarker;
+UniqueFd open_marker(int image_dir, const std::string& name) {
     for (;;) {
         UniqueFd marker(
-            ::openat(image_dir, kArenaMarker, O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC));
+            ::openat(image_dir, kArenaMarker, O_RDWR | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC));
         if (!marker && errno == ENOENT)
             return {};
         if (!marker)
@@ -160,6 +140,37 @@ UniqueFd lock_marker(int image_dir) {
         if (status.st_nlink != 0) // else another one lies there by now
             return marker;
     }
+}
+
+} // namespace
+
+UniqueFd lock_marker(int image_dir) {
+    const std::string path = directory_path(image_dir);
+    UniqueFd marker = open_marker(image_dir, path + "/" + kArenaMarker);
+    if (!marker)
+        return marker;
+    try {
+        if (!is_local(image_dir))
+            return marker;
+    } catch (const Error& e) {
+        throw Error(e, "whether " + path +
+                           " holds a checkpoint that is only in memory cannot be "
+                           "told, and a dump into it would remove it: " +
+                           e.what());
+    }
+    throw Error(Errc::unsupported,
+                path +
+                    " holds a checkpoint that is only in memory yet, and that a dump into "
+                    "it would remove: drain it (gpustasis drain " +
+                    path + "), give it up (gpustasis arena discard " + path +
+                    "), or use another directory");
+}
+
+void remove_marker(int image_dir) {
+    const UniqueFd marker = lock_marker(image_dir);
+    if (marker && ::unlinkat(image_dir, kArenaMarker, 0) != 0 && errno != ENOENT)
+        throw io_error("cannot remove the old " + directory_path(image_dir) + "/" + kArenaMarker,
+                       errno);
 }
 
 ArenaDump::ArenaDump(const ArenaConfig& config, int image_dir)

@@ -26,12 +26,12 @@ void refuse_with_arena(const Config& config);
 UniqueFd open_arena(const std::string& path);
 
 /// The marker in `image_dir`, locked: no drain begins and no dump. None: there is none. Throws Error: unsupported if a
-/// dump or a drain is at work there; io.
+/// dump or a drain is at work there, or the checkpoint of the marker is whole: then it is nowhere else; as
+/// stored_directory() if that cannot be told; io.
 UniqueFd lock_marker(int image_dir);
 
 /// Remove the marker of an earlier dump from `image_dir`. Its directory in the arena stays, for whoever reads there.
-/// Throws Error: unsupported if a dump or a drain of that checkpoint is at work, or it is whole: then it is nowhere else;
-/// io.
+/// Throws as lock_marker().
 void remove_marker(int image_dir);
 
 class ArenaDump {

@@ -4,6 +4,7 @@
 #include "core/chunk_io.hpp"
 #include "core/error.hpp"
 #include "core/file.hpp"
+#include "core/lineage.hpp"
 #include "core/unique_fd.hpp"
 #include "cuda_plugin/memory_room.hpp"
 #include "cuda_plugin/proc.hpp"
@@ -84,6 +85,17 @@ void complete(std::unique_ptr<CustomStorage::Operation>& held, const DirectRecor
         throw;
     }
     direct.completing = false;
+}
+
+// Another dump may have had the driver checkpoint the task since: its memory is in that one's image. Throws Error: corrupt_data.
+void require_same_checkpoint(const TaskRecord& record) {
+    const std::optional<DropRecord> known =
+        DropRecords({}, DropRecords::kCheckpointed).find(identity_of(record));
+    if (known && known->checkpoint_id != record.checkpoint_id)
+        throw Error(Errc::corrupt_data, name(record) + " was checkpointed again since, as " +
+                                            id_text(known->checkpoint_id) +
+                                            ": its memory is not that of " +
+                                            id_text(record.checkpoint_id));
 }
 
 std::vector<driver::GpuPair> pairs_of(const std::vector<GpuMove>& moves) {
@@ -201,7 +213,15 @@ void DirectWork::store(DriverLibrary& driver, TaskRecord& record, Held& mine) {
         const auto begin = Clock::now();
         auto operation = std::make_unique<CustomStorage::Operation>();
         custom.reserve(gpus_to_copy(driver, record.pid, mine), *operation);
-        custom.checkpoint(record.pid, *operation, direct.held);
+        touch(direct.moved_at); // the driver has its whole time, whatever came before
+        direct.asking = true;
+        try {
+            custom.checkpoint(record.pid, *operation, direct.held);
+        } catch (...) {
+            direct.asking = false;
+            throw;
+        }
+        direct.asking = false;
         mine.checkpoint = std::move(operation);
         direct.driver_ns = ns_since(begin);
         const auto devices = number_devices(facts.gpu_infos(), *mine.checkpoint);
@@ -225,6 +245,12 @@ void DirectWork::store(DriverLibrary& driver, TaskRecord& record, Held& mine) {
     std::memcpy(direct.first_damage, written.first_damage.data(), count);
     record.digest = written.digest;
     direct.stored = true;
+    try { // while the memory is on the GPUs still
+        mine.stored = std::make_unique<ImageReader>(images_.open_direct(record));
+    } catch (...) {
+        direct.stored = false;
+        throw;
+    }
     const auto begin = Clock::now();
     begin_completing(direct);
     direct.held = false;
@@ -275,7 +301,7 @@ void DirectWork::restore(DriverLibrary& driver, const TaskRecord& record,
             return;       // or the driver had refused
         }
         // A worker may have died before it could say that it had stored it.
-        if (!mine.kept && !record.direct.stored && !images_.has_direct(record))
+        if (!mine.kept && !mine.stored && !record.direct.stored && !images_.has_direct(record))
             throw Error(
                 Errc::corrupt_data,
                 "the GPU memory of " + name(record) +
@@ -284,9 +310,12 @@ void DirectWork::restore(DriverLibrary& driver, const TaskRecord& record,
     }
     if (mine.kept)
         fill(driver, record, mine, *mine.kept, moves);
+    else if (mine.stored)
+        fill(driver, record, mine, *mine.stored, moves);
     else
         fill(driver, record, mine, images_.open_direct(record), moves);
     mine.kept.reset();
+    mine.stored.reset();
 }
 
 void DirectWork::fill(DriverLibrary& driver, const TaskRecord& record, Held& mine,
@@ -296,6 +325,7 @@ void DirectWork::fill(DriverLibrary& driver, const TaskRecord& record, Held& min
     if (!mine.restore) {
         driver.initialize(); // this may be another process than the one that has stored it
         proc::require_pipes_in_thread_names(record.pid);
+        require_same_checkpoint(record);
         auto operation = std::make_unique<CustomStorage::Operation>();
         begin_filling(identity_of(record));
         record.direct.filling = true;

@@ -97,6 +97,8 @@ private:
             checkpoint; ///< in flight: its memory is on the GPUs alone
         std::unique_ptr<CustomStorage::Operation> restore; ///< in flight: it lacks memory
         std::unique_ptr<ImageReader> kept;                 ///< in this process's memory
+        std::unique_ptr<ImageReader>
+            stored; ///< that this process has written: open, whoever removes its name
     };
     Held& held(pid_t pid);
     CustomStorage& storage(DriverLibrary& driver);

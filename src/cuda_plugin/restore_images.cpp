@@ -114,6 +114,15 @@ UniqueFd RestoreImages::unpack() const {
     return sealed_->has(kInventoryImage) ? unseal_images(image_dir_, *sealed_) : UniqueFd();
 }
 
+void RestoreImages::release() noexcept {
+    of_gpu_.clear();
+    of_cpu_.clear();
+    sealed_.reset();
+    lineage_.close();
+    image_dir_lock_.reset();
+    stored_ = UniqueFd();
+}
+
 Manifest RestoreImages::read_manifest() {
     if (!sealed_)
         return gpustasis::read_manifest(stored_.get());

@@ -38,6 +38,9 @@ public:
     /// are where criu looks. Throws as unpack_images() and unseal_images().
     UniqueFd unpack() const;
 
+    /// All memory is in its place, and nothing is read any more: nobody is kept from removing what was.
+    void release() noexcept;
+
     /// An empty one if there is none.
     const Manifest& manifest() const noexcept { return manifest_; }
     /// False: the checkpoint is the stock plugin's.

@@ -302,7 +302,9 @@ void RestoreSession::complete() noexcept {
         exit_kill_->end();
     table_->complete = true;
     worker_.stop();
-    unpacked_.reset(); // all is read: a criu that stays would hold the memory
+    unpacked_
+        .reset(); // all is read: a criu that stays would hold the memory, and what is in an arena
+    images_.release();
     try {
         write_statistics(image_dir_.get(), statistics_);
     } catch (const std::exception& e) {

@@ -63,6 +63,9 @@ void undo_task(const TaskRecord& record, Driver& driver) {
 void undo_restore(const TaskRecord& record, Driver& driver) {
     if (record.direct.begun) {
         driver.restore_direct(record);
+        if (record.state_before == ProcessState::locked &&
+            driver.state(record.pid) != ProcessState::locked)
+            throw Error(Errc::io, "the driver says it restored the process, and that it is not");
         return;
     }
     const ProcessState state = driver.state(record.pid);

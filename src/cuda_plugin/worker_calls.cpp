@@ -89,9 +89,10 @@ bool Worker::may_be_killed() noexcept {
     for (std::size_t i = 0; i < table_->task_count; ++i) {
         const TaskRecord& record = table_->tasks[i];
         // In the order in which one takes the other's place: what is not seen any more here is seen there.
+        const bool is_asked = record.direct.asking;
         const bool has_memory = record.direct.restoring || record.direct.held;
         const bool completes =
-            record.direct.completing &&
+            (is_asked || record.direct.completing) &&
             now < Clock::time_point(Clock::duration(record.direct.moved_at.load())) + whole_time;
         if ((has_memory || completes) &&
             proc::liveness(record.pid, record.start_time) != proc::Liveness::dead)

@@ -253,6 +253,7 @@ void run_worker(const Config& config, TaskTable& table, UndoImages& images, KeyH
             std::ranges::copy(store->descriptors(), std::back_inserter(keep));
         shed_criu(std::move(keep), "gpustasis-work");
         ::signal(SIGXFSZ, SIG_IGN); // a file that may not grow is an error of a write, as any other
+        ::signal(SIGPIPE, SIG_IGN); // the driver's pipes, where a task dies
         ignore_requests_to_end();
         if (table.on_orphaned == OnOrphaned::kill)
             std::thread([&table, socket] { kill_when_orphaned(table, socket); }).detach();

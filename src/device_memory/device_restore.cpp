@@ -21,7 +21,8 @@ void begin_restore(CustomStorage& storage, int pid, const ImageInfo& info,
     };
     std::vector<Id> gpus;
     for (const std::size_t number : numbers_of(info))
-        gpus.push_back(now_at(number));
+        if (const Id gpu = now_at(number); gpu != Id{}) // else the driver did not say which
+            gpus.push_back(gpu);
     storage.reserve(gpus, into); // once the driver has answered, the process lacks its memory
     try {
         return storage.restore(pid, pairs, into);

@@ -147,6 +147,13 @@ void DropRecords::remove(const TaskIdentity& task) {
 }
 
 std::optional<DropRecord> DropRecords::find(const TaskIdentity& task) {
+    std::optional<DropRecord> record = read(task);
+    if (record && record->boot_id != proc::boot_id())
+        return std::nullopt;
+    return record;
+}
+
+std::optional<DropRecord> DropRecords::read(const TaskIdentity& task) {
     const UniqueFd dir = open(false);
     const std::string name = file_name(task);
     struct stat status {};
@@ -168,8 +175,6 @@ std::optional<DropRecord> DropRecords::find(const TaskIdentity& task) {
         DropRecord record = parse({reinterpret_cast<const char*>(bytes.data()), bytes.size()});
         if (record.task != task)
             throw Error(Errc::corrupt_data, "it is of another task");
-        if (record.boot_id != proc::boot_id())
-            return std::nullopt;
         return record;
     } catch (const Error& e) {
         throw Error(e, path() + "/" + name + ": " + e.what());
@@ -189,8 +194,10 @@ std::vector<DropRecord> DropRecords::list() {
         const std::optional<TaskIdentity> task = task_of_file(entry->d_name);
         if (!task)
             continue; // a file that was not finished, or none of ours
-        const std::optional<DropRecord> record = find(*task);
-        if (record && is_alive(*record))
+        const std::optional<DropRecord> record = read(*task);
+        if (!record) // removed meanwhile: what has its name by now is another dump's
+            continue;
+        if (is_alive(*record))
             records.push_back(*record);
         else
             ::unlinkat(dir.get(), entry->d_name, 0);

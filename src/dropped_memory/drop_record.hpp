@@ -74,6 +74,8 @@ public:
 
 private:
     UniqueFd open(bool make) const;
+    /// As find(), of whatever boot.
+    std::optional<DropRecord> read(const TaskIdentity& task);
 
     std::string base_;
     std::string kind_;
