@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /// A driver with custom storage and an NVML, in the test itself: CustomStorage and DriverLibrary find them there if they
-/// are told to load "". GPUs are host memory, copies are made at once, and a mapping is spoilt when it ends.
+/// are told to load "". GPUs are host memory, what is begun on a stream is done as late as a driver may (when the stream is
+/// waited for), no stream waits for another, and a mapping is spoilt when it ends.
 #pragma once
 
 #include "sample.hpp"
@@ -8,8 +9,10 @@
 #include "core/image_info.hpp"
 #include "device_memory/driver_abi.hpp"
 
+#include <algorithm>
 #include <array>
 #include <atomic>
+#include <cstddef>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -25,14 +28,14 @@ inline constexpr int kGpus = 2;
 inline constexpr driver::Result kRefused = driver::kOutOfMemory;
 
 struct OneStream {
-    struct Copy {
-        void* to;
-        const void* from;
+    struct Write {
+        std::byte* to;         ///< on the GPU, or in the host's memory
+        const std::byte* from; ///< nullptr: it is filled
         std::size_t size;
+        unsigned char value;
     };
     int gpu = -1; ///< -1: none
-    std::vector<Copy>
-        copies; ///< to the GPU, that are made when it is waited for: as late as a driver may
+    std::vector<Write> begun;
 };
 
 /// One operation in flight.
@@ -62,6 +65,7 @@ struct State {
     std::atomic<int> waits = 0; ///< for streams
     std::atomic<int> late = 0;  ///< host_alloc while memory was handed over
     std::atomic<int> asked = 0;
+    std::atomic<int> races = 0; ///< begun on a stream while another still had to write there
 
     std::mutex mutex;
     int in_flight = 0;
@@ -73,11 +77,25 @@ struct State {
 };
 inline State state;
 
+inline driver::Result begin(void* on, const OneStream::Write& write) {
+    const std::lock_guard lock(state.mutex);
+    const auto overlaps = [&](const OneStream::Write& other) {
+        return write.to < other.to + other.size && other.to < write.to + write.size;
+    };
+    for (const OneStream& other : state.made)
+        if (&other != on && std::ranges::any_of(other.begun, overlaps))
+            ++state.races;
+    static_cast<OneStream*>(on)->begun.push_back(write);
+    return driver::kSuccess;
+}
 /// All that was begun on `stream`. The mutex is held.
-inline void make_copies(OneStream& stream) {
-    for (const OneStream::Copy& copy : stream.copies)
-        std::memcpy(copy.to, copy.from, copy.size);
-    stream.copies.clear();
+inline void do_all(OneStream& stream) {
+    for (const OneStream::Write& write : stream.begun)
+        if (write.from != nullptr)
+            std::memcpy(write.to, write.from, write.size);
+        else
+            std::memset(write.to, write.value, write.size);
+    stream.begun.clear();
 }
 inline thread_local int current = -1;
 
@@ -166,7 +184,7 @@ STORAGE_DRIVER_API cuStreamCreate(void** stream, unsigned) {
     for (storage_driver::OneStream& one : state.made)
         if (one.gpu < 0) {
             one.gpu = storage_driver::current;
-            one.copies.reserve(4096); // some tests have no memory left later
+            one.begun.reserve(4096); // some tests have no memory left later
             *stream = &one;
             ++state.streams;
             return 0;
@@ -176,7 +194,7 @@ STORAGE_DRIVER_API cuStreamCreate(void** stream, unsigned) {
 STORAGE_DRIVER_API cuStreamDestroy_v2(void* stream) {
     const std::lock_guard lock(storage_driver::state.mutex);
     static_cast<storage_driver::OneStream*>(stream)->gpu = -1;
-    static_cast<storage_driver::OneStream*>(stream)->copies.clear();
+    static_cast<storage_driver::OneStream*>(stream)->begun.clear();
     --storage_driver::state.streams;
     return 0;
 }
@@ -190,7 +208,7 @@ STORAGE_DRIVER_API cuStreamSynchronize(void* stream) {
         static_cast<storage_driver::OneStream*>(stream)->gpu == storage_driver::current;
     if (storage_driver::state.synchronizes && is_current) {
         const std::lock_guard lock(storage_driver::state.mutex);
-        storage_driver::make_copies(*static_cast<storage_driver::OneStream*>(stream));
+        storage_driver::do_all(*static_cast<storage_driver::OneStream*>(stream));
     }
     return storage_driver::state.synchronizes && is_current ? 0
                                                             : gpustasis::driver::kInvalidContext;
@@ -218,20 +236,19 @@ STORAGE_DRIVER_API cuMemFreeHost(void* memory) {
     --storage_driver::state.hosts;
     return 0;
 }
-STORAGE_DRIVER_API cuMemcpyDtoHAsync_v2(void* to, std::uint64_t from, std::size_t size, void*) {
-    std::memcpy(to, reinterpret_cast<const void*>(from), size);
-    return 0;
+STORAGE_DRIVER_API cuMemcpyDtoHAsync_v2(void* to, std::uint64_t from, std::size_t size,
+                                        void* stream) {
+    return storage_driver::begin(
+        stream, {static_cast<std::byte*>(to), reinterpret_cast<const std::byte*>(from), size, 0});
 }
 STORAGE_DRIVER_API cuMemcpyHtoDAsync_v2(std::uint64_t to, const void* from, std::size_t size,
                                         void* stream) {
-    const std::lock_guard lock(storage_driver::state.mutex);
-    static_cast<storage_driver::OneStream*>(stream)->copies.push_back(
-        {reinterpret_cast<void*>(to), from, size});
-    return 0;
+    return storage_driver::begin(
+        stream, {reinterpret_cast<std::byte*>(to), static_cast<const std::byte*>(from), size, 0});
 }
-STORAGE_DRIVER_API cuMemsetD8Async(std::uint64_t to, unsigned char value, std::size_t size, void*) {
-    std::memset(reinterpret_cast<void*>(to), value, size);
-    return 0;
+STORAGE_DRIVER_API cuMemsetD8Async(std::uint64_t to, unsigned char value, std::size_t size,
+                                   void* stream) {
+    return storage_driver::begin(stream, {reinterpret_cast<std::byte*>(to), nullptr, size, value});
 }
 STORAGE_DRIVER_API cuCheckpointProcessGetRestoreThreadId(int pid, int* tid) {
     *tid = pid;

@@ -9,6 +9,7 @@
 #include "core/image_writer.hpp"
 #include "core/lineage.hpp"
 #include "cuda_plugin/arena_dump.hpp"
+#include "cuda_plugin/memory_directory.hpp"
 
 #include <fcntl.h>
 #include <sys/file.h>
@@ -214,6 +215,24 @@ void room_is_reserved() {
     late.room().reserve({.stored = 2 * kMib}, true);
 }
 
+// In its tmpfs others need some room, and other dumps were promised some.
+void its_file_system_has_a_limit_of_its_own() {
+    const sample::TempDir like;
+    const UniqueFd arena = make_memory_directory(like.fd(), 4 * kMib);
+    ArenaConfig config;
+    config.limit = 1024 * kMib;
+    const auto room = [&](const ArenaUsage& usage) {
+        return room_for(arena.get(), config, usage, {});
+    };
+    CHECK(room({}) == 4 * kMib - kMib / 4);
+    CHECK(room({.kept = 512 * kMib}) == 4 * kMib - kMib / 4); // which are somewhere else then
+    CHECK(room({.pool = kMib}) == 5 * kMib - kMib / 4);
+    CHECK(room({.promised = kMib}) == 3 * kMib - kMib / 4);
+    CHECK(room({.promised = 4 * kMib}) == 0);
+    config.limit = 3 * kMib;
+    CHECK(room({.kept = kMib}) == 2 * kMib);
+}
+
 // The pool's files are nobody's until they are taken: two dumps may not both count on all of them.
 void the_pool_is_promised_once() {
     Place place;
@@ -315,6 +334,7 @@ int main() {
     a_limit_is_kept();
     the_pool_makes_room();
     room_is_reserved();
+    its_file_system_has_a_limit_of_its_own();
     the_pool_is_promised_once();
     what_another_process_has_written_is_counted_as_it_was();
     a_marker_is_there_until_it_is_removed();

@@ -72,7 +72,10 @@ struct HandedOver {
         storage.checkpoint(kPid, operation, held);
         devices = number_devices(operation);
     }
-    ~HandedOver() { operation.complete(); }
+    ~HandedOver() {
+        operation.complete();
+        CHECK(state.races == 0);
+    }
     HandedOver(const HandedOver&) = delete;
     HandedOver& operator=(const HandedOver&) = delete;
 

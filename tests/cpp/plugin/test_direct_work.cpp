@@ -26,26 +26,40 @@ namespace {
 
 constexpr int kNoGpu = storage_driver::kGpus;
 
-/// Reads all, and stores nothing.
+/// Reads all, and then stores it.
 class Reading final : public DirectStore {
 public:
-    WriteResult write(TaskRecord&, const DriverFacts&, const UndoImages&,
+    explicit Reading(int dir_fd) : dir_fd_(dir_fd) {}
+
+    WriteResult write(TaskRecord& record, const DriverFacts& facts, const UndoImages&,
                       const std::function<Memory()>& open) override {
         const Memory memory = open();
         if (const auto first = std::exchange(meanwhile, nullptr))
             first();
         read.clear();
+        sample::Memory copy;
         for (const Region& region : memory.regions) {
             Buffer bytes(region.length);
             memory.source->read(region.address, bytes);
+            copy.map(region.address, bytes);
             read[device_number(region.address)] = std::move(bytes);
         }
-        return {};
+        ImageInfo info;
+        info.checkpoint_id = record.checkpoint_id;
+        info.pid = record.image_pid;
+        info.chunk_size = kDefaultChunkSize;
+        info.gpus = facts.gpu_infos();
+        info.of_devices = true;
+        info.regions = memory.regions;
+        return write_image(dir_fd_, image_name(record.image_pid), info, copy, {.threads = 1});
     }
     std::vector<int> descriptors() const override { return {}; }
 
     std::function<void()> meanwhile; ///< once, when memory was handed over
     std::map<std::size_t, Buffer> read;
+
+private:
+    int dir_fd_;
 };
 
 struct Rig {
@@ -61,7 +75,7 @@ struct Rig {
         ours.driver = ours.nvml = "";
         return ours;
     }();
-    Reading store;
+    Reading store{dir.fd()};
     DriverLibrary driver{config.driver, config.nvml};
     DirectWork work{config, images, &store};
 };
@@ -212,6 +226,21 @@ void memory_of_a_gpu_that_nvml_lists_no_more_is_kept_and_comes_back() {
     state.nvml_lists = storage_driver::kGpus;
 }
 
+// As of whoever clears the image directory when criu has died, before the worker has come to this task.
+void what_was_stored_comes_back_though_its_name_is_gone() {
+    Rig rig;
+    TaskRecord record;
+    fresh(record, ::getpid());
+    const auto memory = some_memory(true);
+    storage_driver::have(record.pid, memory);
+    rig.work.prepare(rig.driver, record.pid, {uuid(0), uuid(1)}, 2);
+    rig.work.checkpoint(rig.driver, record);
+    CHECK(record.direct.stored && state.memory[record.pid] != memory);
+    CHECK(::unlinkat(rig.dir.fd(), image_name(record.image_pid).c_str(), 0) == 0);
+    rig.work.restore(rig.driver, record, {});
+    CHECK(is_locked(record.pid) && state.memory[record.pid] == memory);
+}
+
 void what_is_prepared_ahead_is_there_for_the_tasks() {
     Rig rig;
     const int hosts = state.hosts, contexts = state.contexts;
@@ -244,6 +273,8 @@ int main() {
     tasks_that_are_at_work_on_one_gpu_at_once_are_ready_before_each();
     what_cannot_be_copied_stays_on_the_gpus_until_it_can();
     memory_of_a_gpu_that_nvml_lists_no_more_is_kept_and_comes_back();
+    what_was_stored_comes_back_though_its_name_is_gone();
     what_is_prepared_ahead_is_there_for_the_tasks();
     what_cannot_be_prepared_ahead_is_told_when_it_is_needed();
+    CHECK(state.races == 0);
 }

@@ -15,17 +15,26 @@
 #include <sched.h>
 #include <sys/mount.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <atomic>
 #include <cerrno>
+#include <chrono>
 #include <cstddef>
+#include <future>
+#include <optional>
 #include <string>
+#include <thread>
 
 using namespace gpustasis;
 using sample::Buffer;
 
 namespace {
+
+thread_local bool stands_still = false; // in its next write(2), until may_go
+std::atomic<bool> somebody_stands = false;
+std::atomic<bool> may_go = false;
 
 constexpr std::size_t kMib = 1U << 20;
 constexpr std::size_t kChunk = 64U << 10;
@@ -124,44 +133,102 @@ void a_page_that_memory_is_missing_for_is_no_signal() {
     CHECK(::umount2(dir.path("full").c_str(), MNT_DETACH) == 0);
 }
 
-// Of the pool, or new: threads that meet write at once, or in turn. Each byte has to be there.
-void an_image_is_what_its_threads_have_written() {
-    constexpr std::size_t kImage = 24 * kMib; // more than the pool has
-    for (const std::size_t pooled : {std::size_t{0}, 16 * kMib}) {
-        const Place place;
-        const std::string arena = place.memory.path("a");
-        CHECK(::mkdir(arena.c_str(), 0700) == 0 && ::mkdir((arena + "/pool").c_str(), 0700) == 0 &&
-              ::mkdir((arena + "/x").c_str(), 0700) == 0);
+constexpr std::size_t kImage = 24 * kMib;
+constexpr std::size_t kPooled = 16 * kMib;
+
+/// An image of kImage bytes that is being written into an arena whose pool had `pooled`.
+class Image {
+public:
+    explicit Image(std::size_t pooled) {
+        for (const char* name : {"", "/pool", "/x"})
+            CHECK(::mkdir((config_.path + name).c_str(), 0700) == 0);
         if (pooled != 0) {
-            const UniqueFd file(::open((arena + "/pool/0").c_str(), O_RDWR | O_CREAT, 0600));
+            const UniqueFd file(::open((config_.path + "/pool/0").c_str(), O_RDWR | O_CREAT, 0600));
             write_at(file.get(), 0, sample::random_bytes(pooled, 6));
         }
-        const UniqueFd top(::open(arena.c_str(), O_RDONLY | O_DIRECTORY));
-        const UniqueFd directory(::open((arena + "/x").c_str(), O_RDONLY | O_DIRECTORY));
-        ArenaConfig config;
-        config.path = arena;
-        ArenaRoom room(config, top.get(), "x");
-        room.prepare();
-        ArenaOutput output(room, top.get(), directory.get(), "x.img", 4096);
-        const Buffer wanted = sample::random_bytes(kImage, 7);
-        std::atomic<std::size_t> next = 0;
+        top_ = UniqueFd(::open(config_.path.c_str(), O_RDONLY | O_DIRECTORY));
+        directory_ = UniqueFd(::open((config_.path + "/x").c_str(), O_RDONLY | O_DIRECTORY));
+        room_.emplace(config_, top_.get(), "x");
+        room_->prepare();
+        output_.emplace(*room_, top_.get(), directory_.get(), "x.img", 4096);
+    }
+    void write_chunk(std::size_t at) {
+        Buffer chunk(wanted_.begin() + static_cast<std::ptrdiff_t>(at),
+                     wanted_.begin() + static_cast<std::ptrdiff_t>(at + kChunk));
+        output_->write(at, chunk, kChunk);
+    }
+    /// By several threads, from `begin` on.
+    void write_rest(std::size_t begin = 0) {
+        std::atomic<std::size_t> next = begin;
         FirstFailure failure;
         run_workers(4, failure, [&] {
-            for (std::size_t at = next.fetch_add(kChunk); at < kImage;
-                 at = next.fetch_add(kChunk)) {
-                Buffer chunk(wanted.begin() + static_cast<std::ptrdiff_t>(at),
-                             wanted.begin() + static_cast<std::ptrdiff_t>(at + kChunk));
-                output.write(at, chunk, kChunk);
-            }
+            for (std::size_t at = next.fetch_add(kChunk); at < kImage; at = next.fetch_add(kChunk))
+                write_chunk(at);
         });
-        output.commit(kImage);
-        const UniqueFd image(::openat(directory.get(), "x.img", O_RDONLY));
+    }
+    void require_written() {
+        output_->commit(kImage);
+        const UniqueFd image(::openat(directory_.get(), "x.img", O_RDONLY));
         CHECK(image && file_size(image.get()) == kImage);
-        CHECK(read(image.get(), 0, kImage) == wanted);
+        CHECK(read(image.get(), 0, kImage) == wanted_);
+    }
+
+private:
+    Place place_;
+    ArenaConfig config_ = [this] {
+        ArenaConfig config;
+        config.path = place_.memory.path("a");
+        return config;
+    }();
+    UniqueFd top_, directory_;
+    std::optional<ArenaRoom> room_;
+    std::optional<ArenaOutput> output_;
+    const Buffer wanted_ = sample::random_bytes(kImage, 7);
+};
+
+// Of the pool, or new: threads that meet write at once, or in turn. Each byte has to be there.
+void an_image_is_what_its_threads_have_written() {
+    for (const std::size_t pooled : {std::size_t{0}, kPooled}) { // the image is larger
+        Image image(pooled);
+        image.write_rest();
+        image.require_written();
     }
 }
 
+// write(2) lets one thread at a time into a file, whether or not it has the pages.
+void nobody_waits_for_another_where_there_are_pages() {
+    Image image(kPooled);
+    std::thread first([&] {
+        stands_still = true;
+        image.write_chunk(0);
+        stands_still = false;
+    });
+    somebody_stands.wait(false);
+    std::future<void> others = std::async(std::launch::async, [&] {
+        for (const std::size_t at : {kChunk, kPooled - kChunk})
+            image.write_chunk(at);
+    });
+    const bool waited = others.wait_for(std::chrono::seconds(20)) != std::future_status::ready;
+    may_go = true;
+    may_go.notify_one();
+    first.join();
+    others.get();
+    CHECK(!waited);
+    image.write_rest(2 * kChunk);
+    image.require_written();
+}
+
 } // namespace
+
+// In place of the C library's.
+extern "C" ssize_t pwrite(int file, const void* bytes, std::size_t size, off_t offset) {
+    if (stands_still) {
+        somebody_stands = true;
+        somebody_stands.notify_one();
+        may_go.wait(false);
+    }
+    return ::syscall(SYS_pwrite64, file, bytes, size, offset);
+}
 
 int main() {
     CHECK(::unshare(CLONE_NEWNS) == 0 && // what is mounted goes away with this program
@@ -171,4 +238,5 @@ int main() {
     a_file_that_was_cut_is_no_signal();
     a_page_that_memory_is_missing_for_is_no_signal();
     an_image_is_what_its_threads_have_written();
+    nobody_waits_for_another_where_there_are_pages();
 }
