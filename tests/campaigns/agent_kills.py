@@ -4,8 +4,9 @@ while it makes checkpoints in memory, writes down that one is made, and drains t
 
 The job runs on, and is exact: by criu or the worker where one is left, else by the agent that is
 started next. That one says `done` of each checkpoint that is whole, and of no other, and drains
-it. The checkpoint that the killed agent was draining meanwhile becomes durable as well. In the
-arena is nothing that nobody needs."""
+it. Whole are, as long as the job runs, each that was finished, by its files, when all stood still,
+and each whose criu lives on. The checkpoint that the killed agent was draining meanwhile becomes
+durable as well. In the arena is nothing that nobody needs."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from random import Random
@@ -30,6 +31,7 @@ from campaigns.ram_dump import (
     STORING,
     Older,
     Watch,
+    is_finished,
     make_older,
     require_only,
     settle,
@@ -39,14 +41,13 @@ from campaigns.ram_dump import (
 from campaigns.ram_kills import Killed, note_loss
 from campaigns.rig import CRIU_TIMEOUT_S, Jobs, Rig
 from campaigns.steady_job import SteadyJob
-from campaigns.tally import Tally
+from campaigns.tally import FINISHED, RESTORED, Sample, Tally
 from campaigns.victims import WATCH_S, signal_all
 from gpustasis._core import ARENA_MARKER
 from gpustasis.agent.work import CRIU, REQUESTED
 from gpustasis.draining.recycle import recycle
 from gpustasis.image.arena import Tier, tier_of
 from gpustasis.image.directory import is_there
-from gpustasis.image.store import read_entry
 from gpustasis.image.verification import verify_directory
 from gpustasis.task import find_users
 from support.agent import Agent
@@ -78,25 +79,30 @@ _ORDER = (*ALL_OF_DUMP, *ALONE, END)
 _LIMIT = 10  # trials for each hit that is asked for
 _REACH_S = 0.2  # after the begin of a phase, at most, at first
 _BESIDE = 0.5  # share of the trials in which an earlier checkpoint is drained meanwhile
-_RESTORED_EACH = 6
+_RESTORED_EACH = 6  # of the checkpoints that killed ones have left, one in so many
 _LINES = 'tier = "ram"\ndrain_rate = "24M"\nkeep_last = 3\n'
 
 
 @dataclass(slots=True)
 class _Killed(Killed):
     """criu_in: the phase of the dump, where criu has died in it. drained: an earlier checkpoint was
-    being drained."""
+    being drained. goes_on: criu was at work, and it and its worker live on."""
 
     drained: bool = False
+    goes_on: bool = False
 
 
 @dataclass(slots=True)
 class _Place:
+    """used: which of the checkpoints that are left are restored, by when somebody was killed, and
+    whether criu was; restored: how many were."""
+
     rig: Rig
     arena: Path
     agent: Agent
     older: Older
-    done: int = 0
+    used: Sample = field(default_factory=lambda: Sample(_RESTORED_EACH))
+    restored: int = 0
 
     def operation(self, id: str) -> dict[str, Any]:
         """As it is on the disk: an agent that was killed answers nothing."""
@@ -125,6 +131,8 @@ def run(
                 for some in (ALL_OF_DUMP, ALONE):
                     wanted = [one for one in some if one in phases]
                     _hit(place, jobs, tally, random, each, wanted)
+            tally.counts[RESTORED] = place.restored
+            tally.require_restored()
         finally:
             agent.close()
     try:
@@ -164,8 +172,10 @@ def _hit(
         factor = 1.5 if killed.phase == phase else 0.5
         reach[phase] = min(_REACH_S, max(factor * reach[phase], 0.001))
         tally.counts["trials" if killed.done else "too late"] += 1
-        tally.counts[f"in {killed.criu_in}"] += killed.done and killed.criu_in != ""
+        if killed.done and killed.criu_in:
+            tally.counts[f"in {killed.criu_in}"] += 1
         tally.counts[f"killed {killed.phase}"] += killed.done
+        tally.counts[FINISHED] += killed.done and killed.finished
         tally.counts["while an earlier one was drained"] += killed.done and killed.drained
         lives = False
         try:
@@ -176,7 +186,7 @@ def _hit(
             note_loss(tally, job, f"{who} killed", killed, wrong)
             jobs.drop()
         try:
-            found = _judge(place, id, beside, job if lives else None)
+            found = _judge(place, id, beside, job if lives else None, killed)
             tally.counts[found] += killed.done
         except FAILED as wrong:
             tally.failures.append(f"{who} killed {killed.phase}: {wrong}")
@@ -219,6 +229,8 @@ def _kill(
     workers = workers_of(images, place.arena) if images.is_dir() else []
     signal_all(workers, signal.SIGSTOP)
     killed = _Killed(phase=dump.phase(), drained=_drains_beside(place, images))
+    killed.finished = is_finished(images)
+    killed.goes_on = bool(found) and who is Who.AGENT
     victims = [*(found if who in (Who.WITH_CRIU, Who.ALL) else [])]
     victims += workers if who in (Who.WITH_WORKER, Who.ALL) else []
     is_alone = who is Who.AGENT
@@ -300,14 +312,16 @@ def _settle(place: _Place, id: str) -> None:
         settle(Path(place.operation(id)["place"]), place.arena)
 
 
-def _judge(place: _Place, id: str, beside: str, job: SteadyJob | None) -> str:
+def _judge(place: _Place, id: str, beside: str, job: SteadyJob | None, killed: _Killed) -> str:
     """What became of the checkpoint, and of the one before it. Raises AssertionError: it may not.
-    job: that lives; every _RESTORED_EACHth time it goes on from its checkpoint."""
+    job: that lives; sometimes it goes on from its checkpoint."""
     agent = place.agent
     agent.wait_for(lambda: agent.metric("gpustasis_agent_local") == 0, CRIU_TIMEOUT_S)
     found = place.operation(id)
     images = Path(found["place"])
-    whole = images.is_dir() and not read_entry(images).incomplete
+    whole = is_finished(images)
+    assert whole or not killed.finished, f"it was finished, and is gone: {found}"
+    assert whole or not killed.goes_on, f"nobody has killed its criu, and it is none: {found}"
     assert whole or found["state"] != "done", f"it is done, and not whole: {found}"
     assert not whole or found["state"] == "done" or job is None, f"it is whole, and {found}"
     if beside:
@@ -319,10 +333,11 @@ def _judge(place: _Place, id: str, beside: str, job: SteadyJob | None) -> str:
     require_only(place.arena, [place.older.stored])
     if not whole:
         return "there is no checkpoint"
-    place.done += 1
-    if job is not None and place.done % _RESTORED_EACH == 1:
+    kind = killed.phase, bool(killed.criu_in)
+    if job is not None and killed.done and place.used.takes(kind):
         job.end()
         restore(place.rig, job, images)
+        place.restored += 1
     return "it is durable"
 
 

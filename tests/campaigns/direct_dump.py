@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -53,6 +53,7 @@ PHASES = (
     *("collect", "dump tasks", FINISH, RESTORING, UNLOCKING),
 )
 WITH_WORKER = PHASES[1:]  # those in which there is one
+_ANSWER_S = 0.05  # of a driver that is asked once; a process that stands still answers nothing
 AT_RISK = (HANDING_OVER, STORING)  # where GPU memory is in the worker's hands alone
 
 
@@ -100,15 +101,15 @@ def is_begun(images: Path, pid: int) -> bool:
 
 
 class Watch:
-    """One dump, looked at again and again. pids: of the tasks that use CUDA, in whose pid namespace
-    this runs."""
+    """One dump, or restore, looked at again and again. pids: of the tasks that use CUDA, in whose
+    pid namespace this runs."""
 
     def __init__(self, rig: Rig, images: Path, pids: Sequence[int]) -> None:
         self.images, self.pids = images, tuple(pids)
         self._driver: Driver = driver_of(rig.environ)
         self._states: dict[int, ProcessState] = {}
         self._asked: dict[int, Future[ProcessState]] = {}
-        self._threads = ThreadPoolExecutor(max(1, len(self.pids)))
+        self._threads = ThreadPoolExecutor(2 * max(1, len(self.pids)))
         self._goes_back = False
 
     def __enter__(self) -> Self:
@@ -144,6 +145,18 @@ class Watch:
         if len(begun) == len(self.pids) and states <= {ProcessState.LOCKED, ProcessState.RUNNING}:
             return UNLOCKING  # of all: before that none is
         return RESTORING if states & {ProcessState.RESTORING, ProcessState.LOCKED} else FINISH
+
+    def is_restoring(self) -> bool:
+        """Whether the driver has said last that it gives some process its memory back."""
+        return ProcessState.RESTORING in [self._ask(pid) for pid in self.pids]
+
+    def is_restoring_now(self) -> bool:
+        """The same by an answer that is given now, when nobody goes on."""
+        asked = [self._threads.submit(self._driver.get_state, pid) for pid in self.pids]
+        said, _ = wait(asked, _ANSWER_S)
+        return any(
+            one.exception() is None and one.result() is ProcessState.RESTORING for one in said
+        )
 
     def _ask(self, pid: int) -> ProcessState | None:
         """What the driver has said last; it is asked again meanwhile, unless it has said how it

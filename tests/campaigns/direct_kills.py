@@ -7,7 +7,8 @@ it. A task whose image was complete then comes back out of it; one whose image w
 memory: it stays suspended, and criu and `gpustasis recover` say so. One that was being given its
 memory back is given up by the driver: the job is ended, and comes back from the checkpoint, which
 was complete. Nothing else may be lost. Where criu says that it has dumped, or its files do, every
-byte is right; some of these are restored."""
+byte is right; some of these are restored. What was complete when somebody died is there
+afterwards, whoever lives on."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ from campaigns.kill_points import describe_changes
 from campaigns.ram_dump import is_finished
 from campaigns.rig import CRIU_TIMEOUT_S, END_S, Jobs, Rig, criu_errors, workers
 from campaigns.steady_job import SteadyJob, restore_thread
-from campaigns.tally import Tally
+from campaigns.tally import FINISHED, RESTORED, Sample, Tally
 from campaigns.victims import LATER_S, WATCH_S, Victims, signal_all, stop, strike
 from gpustasis.driver import ProcessState
 from gpustasis.dump_records import find_begun
@@ -58,7 +59,8 @@ from support.driver_states import driver_of
 SHAPE = {"mib": 8, "children": 1, "pinned_kib": 64, "registered_kib": 64, "streams": 2}
 _LIMIT = 12  # dumps for each hit that is asked for
 _MEASURED = 5  # dumps
-_USED_EACH = 5  # of dumps that are whole all the same, one in so many is restored
+_USED_EACH = 3  # of dumps that are whole all the same, one in so many is restored
+_REFUSED_EACH = 5  # and of those that are not, one in so many trials is tried
 _STANDS_S = 0.3  # so long what has lost its memory is watched: it would make a step in 20 ms
 _LOST = "the memory is lost: end the process"  # recover's words
 _CRIU_SAYS_LOST = "the GPU memory of pid {} is lost"
@@ -84,8 +86,9 @@ class _Killed:
 
     stored: tasks whose image was complete when the worker died. criu_in: the phase in which criu
     itself died, which may be a later one; proofs: in which tasks its code stood then. steps and
-    output: of the job, which stood. goes_back: the checkpoint was complete, and the job on its way
-    back. undisturbed: criu had ended before, and nobody was killed. status: criu's."""
+    output: of the job, which stood. finished: the checkpoint was complete, by its files.
+    goes_back: and the job on its way back. undisturbed: criu had ended before, and nobody was
+    killed. status: criu's."""
 
     asked: Victims
     phase: str = ""
@@ -96,6 +99,7 @@ class _Killed:
     proofs: dict[int, str] = field(default_factory=dict)
     steps: Counter[int] = field(default_factory=Counter)
     output: bytes = b""
+    finished: bool = False
     goes_back: bool = False
     undisturbed: bool = False
     status: int = 0
@@ -114,7 +118,7 @@ def run(
     """Dumps of one job on `rig` (direct_dump.slow_direct) that are killed, until each of the phases
     was hit `each` times. victims: which of them, in turn; a worker dies in WITH_WORKER alone. What
     is judged and counted is who has died. Dumps that end before they are killed are no trials."""
-    tally = Tally()
+    tally, used = Tally(), Sample(_USED_EACH)
     names = phases if tuple(victims) == (Victims.CRIU,) else [*filter(WITH_WORKER.count, phases)]
     hits = Hits(names, victims, each)
     with Jobs(lambda: start_job(rig)) as jobs:
@@ -140,24 +144,26 @@ def run(
                         hits.add(killed.phase, killed.victim, victim)
                     found = ["trials", f"in {killed.phase}"] if killed.done else ["too late"]
                     tally.counts.update(found)
+                    tally.counts[FINISHED] += killed.done and killed.finished
                 tally.counts[outcome] += killed.done
                 if outcome != _RUNS_ON:
                     jobs.drop()
                 elif losses.CRIUS_PHASE not in (killed.phase, killed.criu_in):
                     changed = describe_changes(threads, job.threads())
                     assert not changed, f"its threads have changed: {changed}"
-                if _judge_checkpoint(
-                    rig, job if outcome == _RUNS_ON else None, images, killed, tally
-                ):
+                lives = job if outcome == _RUNS_ON else None
+                if _judge_checkpoint(rig, lives, images, killed, tally, used):
                     jobs.drop()
                 shutil.rmtree(images)
             except AssertionError as wrong:
                 _fail(tally, job, killed, wrong)
                 jobs.drop()
                 try:
-                    _judge_checkpoint(rig, None, images, killed, tally)
+                    _judge_checkpoint(rig, None, images, killed, tally, used)
                 except AssertionError as worse:
                     tally.failures.append(f"{killed}: {worse}")
+    if PHASES[-1] in names:  # a criu that dies there has dumped all
+        tally.require_restored()
     hits.note(tally)
     losses.limit(tally)
     return tally
@@ -165,7 +171,6 @@ def run(
 
 _RUNS_ON = "runs on"
 _WHOLE = "a whole checkpoint is left"
-_RESTORED = "the job goes on from it"
 _REFUSED = "what is left is no checkpoint, and is not restored"
 
 
@@ -263,8 +268,8 @@ def _kill(
 def _note(job: SteadyJob, images: Path, killed: _Killed) -> None:
     killed.stored = {pid for pid in cuda_pids(job) if is_stored(images, pid)}
     killed.steps, killed.output = job.steps(), job.log.read_bytes()
-    whole = (images / "inventory.img").exists()
-    killed.goes_back = whole and "cuda_plugin: bringing back pid" in log_of(images)
+    killed.finished |= is_finished(images)
+    killed.goes_back = killed.finished and "cuda_plugin: bringing back pid" in log_of(images)
 
 
 def _judge(rig: Rig, job: SteadyJob, images: Path, killed: _Killed) -> str:
@@ -312,6 +317,7 @@ def _judge(rig: Rig, job: SteadyJob, images: Path, killed: _Killed) -> str:
         return LOST_WITH_WORKER
     job.end()
     if not is_finished(images):
+        assert not killed.finished, "given up by the driver, and its complete checkpoint is gone"
         return "given up by the driver while it was handed back, before criu had dumped all"
     job.log.write_bytes(killed.output)  # CRIU restores a file only at the size that it had
     restored = rig.restore(images)
@@ -321,14 +327,16 @@ def _judge(rig: Rig, job: SteadyJob, images: Path, killed: _Killed) -> str:
 
 
 def _judge_checkpoint(
-    rig: Rig, job: SteadyJob | None, images: Path, killed: _Killed, tally: Tally
+    rig: Rig, job: SteadyJob | None, images: Path, killed: _Killed, tally: Tally, used: Sample
 ) -> bool:
-    """Of one that is said to be there every byte is right. job: goes on from it, sometimes. What is
-    none cannot be restored: then the job has ended, which is what is returned."""
+    """Of one that is said to be there every byte is right, and what was complete when somebody died
+    is there: a dump that fails afterwards keeps it (dump_end.cpp). job: goes on from it, if `used`
+    says so. What is none cannot be restored: then the job has ended, which is what is returned."""
     is_there = is_finished(images)
+    assert is_there or not killed.finished, "the checkpoint was complete, and is gone"
     assert is_there or killed.status != 0, "criu says that it has dumped, and there is none"
     if not is_there:
-        if job is not None and killed.done and (tally.counts["trials"] % _USED_EACH == 1):
+        if job is not None and killed.done and tally.counts["trials"] % _REFUSED_EACH == 1:
             job.end()
             refused = rig.restore(images)
             assert refused.status != 0, "what is no checkpoint was restored"
@@ -339,10 +347,10 @@ def _judge_checkpoint(
     problems = verify_directory(images).problems
     assert not problems, f"a dump that is whole: {problems[0]}"
     tally.counts[_WHOLE] += killed.done
-    if job is not None and killed.done and tally.counts[_WHOLE] % _USED_EACH == 1:
+    if job is not None and killed.done and used.takes(killed.criu_in):
         job.end()
         restore(rig, job, images)
-        tally.counts[_RESTORED] += 1
+        tally.counts[RESTORED] += 1
     return False
 
 

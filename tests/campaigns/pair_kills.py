@@ -32,7 +32,15 @@ from campaigns.drain_kills import (
     judge,
     start_drain,
 )
-from campaigns.ram_dump import FAILED, Watch, make_older, start, start_job, workers_of
+from campaigns.ram_dump import (
+    FAILED,
+    Watch,
+    is_finished,
+    make_older,
+    start,
+    start_job,
+    workers_of,
+)
 from campaigns.ram_kills import (
     Killed,
     Place,
@@ -44,7 +52,7 @@ from campaigns.ram_kills import (
 )
 from campaigns.rig import CRIU_TIMEOUT_S, Jobs, Rig
 from campaigns.steady_job import SteadyJob
-from campaigns.tally import Tally
+from campaigns.tally import RESTORED, Tally
 from campaigns.victims import LATER_S, Victims, kill_one, signal_all, stop
 
 _SLOW_RATE = "8M"  # for a drain that is to be at work longer than a dump
@@ -115,6 +123,7 @@ def run(
             _judge_pair(place, jobs, tally, (local, images), what, killed)
             shutil.rmtree(local.images)
             shutil.rmtree(images)
+    tally.counts[RESTORED] = place.restored  # of dumps
     try:
         place.older.require_exact(rig)
     except FAILED as wrong:
@@ -207,7 +216,7 @@ def _kill_of_dump(
         killed.phase = ram_dump.END
         return False
     found = [] if pair.victim is Victims.CRIU else workers_of(images, place.arena)
-    killed.phase = watch.phase()
+    killed.phase, killed.finished = watch.phase(), is_finished(images)
     if pair.victim is Victims.CRIU:
         killed.criu_in = killed.phase
         killed.proofs = criu_code.proofs(job.pids)

@@ -18,7 +18,8 @@ from pathlib import Path
 from campaigns.kill_points import phase_in, phase_in_log, phases_of
 from campaigns.rig import GPU_MEMORY, SETTLE_S, Rig, with_config, workers
 from campaigns.steady_job import SteadyJob
-from gpustasis._core import ARENA_MARKER, ARENA_OWNER
+from gpustasis._core import ARENA_MARKER, ARENA_OWNER, read_manifest
+from gpustasis.criu.images import INVENTORY_NAME
 from gpustasis.draining.drain import finished_manifest
 from gpustasis.draining.recycle import POOL, RESERVED, is_name, recycle, size_of
 from gpustasis.draining.room import contents_of
@@ -196,11 +197,18 @@ def make_older(rig: Rig, arena: Path, mib: int = _OLDER_MIB) -> Older:
 
 
 def is_finished(images: Path) -> bool:
-    """criu has come to its end, as what it has written says: there is a checkpoint."""
-    with suppress(CheckpointError):
-        finished_manifest(images, stored_directory(images))
-        return True
-    return False
+    """criu has come to its end, as what it has written says: there is a checkpoint, of which all
+    files are there. Looked at here, and not with what the product decides by."""
+    try:
+        stored = stored_directory(images)
+        manifest = read_manifest(stored)
+        inventory = (images / INVENTORY_NAME).read_bytes()
+    except (CheckpointError, OSError, ValueError):
+        return False
+    if f"checkpoint-{manifest.checkpoint_id.hex()}".encode() not in inventory:
+        return False
+    names = [task.image_name for task in manifest.tasks if task.externalized]
+    return all((stored / name).exists() for name in names)
 
 
 def is_whole(images: Path) -> bool:
@@ -239,6 +247,7 @@ def _require_empty_if_unowned(directory: Path) -> None:
     removed when no dump can be making it any more: it is made old enough for that here."""
     if directory.name == POOL or is_there(directory / ARENA_OWNER):
         return
-    left = os.listdir(directory)
-    assert size_of(directory) <= _PAGE, f"{directory} has no owner, and holds {left}"
-    os.utime(directory, (0, 0))
+    with suppress(FileNotFoundError):  # an agent that runs has removed it meanwhile
+        left = os.listdir(directory)
+        assert size_of(directory) <= _PAGE, f"{directory} has no owner, and holds {left}"
+        os.utime(directory, (0, 0))

@@ -43,7 +43,7 @@ from campaigns.ram_dump import (
 )
 from campaigns.rig import CRIU_TIMEOUT_S, Jobs, Rig, criu_errors
 from campaigns.steady_job import SteadyJob, restore_thread
-from campaigns.tally import Tally
+from campaigns.tally import FINISHED, RESTORED, Sample, Tally
 from campaigns.victims import LATER_S, WATCH_S, Victims, signal_all, stop, strike
 from gpustasis._core import find_drop_record
 from gpustasis.draining.drain import drain
@@ -60,7 +60,7 @@ from support.driver_states import driver_of
 _LIMIT = 12  # dumps for each hit that is asked for
 _MEASURED = 5  # dumps
 _CLEANED_AT_ONCE = 0.5  # share of the dumps
-_USED_EACH = 5  # of dumps that are whole all the same, one in so many is drained and restored
+_USED_EACH = 3  # of dumps that are whole all the same, one in so many is restored, and drained
 RECOVERED = "processes brought back by `gpustasis recover`"
 _WITH_CRIU = (Victims.BOTH, Victims.WORKER_FIRST, Victims.CRIU_FIRST)
 
@@ -72,9 +72,10 @@ class Killed:
     criu_in: the phase in which criu itself died, which may be a later one; proofs: in which tasks
     its code stood then.
 
-    undisturbed: all had ended before, and nobody was killed. status: criu's. finished: criu had
-    come to its end, as far as its files say, before anything was cleaned. recovered: how many
-    processes `gpustasis recover` was asked for. cleans_at_once: `gpustasis arena clean` came while
+    undisturbed: all had ended before, and nobody was killed. status: criu's. finished: there was a
+    checkpoint, by its files, when somebody died, or before anything was cleaned: nobody may take it
+    back, nor a criu that lives on, for its dump has not failed. recovered: how many processes
+    `gpustasis recover` was asked for. cleans_at_once: `gpustasis arena clean` came while
     those that were left were still at work."""
 
     phase: str = ""
@@ -91,12 +92,14 @@ class Killed:
 
 @dataclass(slots=True)
 class Place:
-    """Where dumps go. whole: how many of those that were to be killed have left a checkpoint."""
+    """Where dumps go. used: which of the checkpoints that killed dumps have left are restored, by
+    where criu died; restored: how many were."""
 
     rig: Rig
     arena: Path
     older: Older
-    whole: int = 0
+    used: Sample = field(default_factory=lambda: Sample(_USED_EACH))
+    restored: int = 0
 
 
 def run(
@@ -131,6 +134,7 @@ def run(
             factor = 1.5 if killed.phase == phase else 0.5
             reach[phase] = min(spans[phase], factor * reach[phase])
             tally.counts.update(["trials", f"in {killed.phase}"] if killed.done else ["too late"])
+            tally.counts[FINISHED] += killed.done and killed.finished
             lives = False
             try:
                 require_runs_on(place, job, images, killed)
@@ -150,6 +154,9 @@ def run(
                 tally.failures.append(f"{died} killed in {killed.phase}: {wrong}")
                 jobs.drop()
             shutil.rmtree(images)
+    tally.counts[RESTORED] = place.restored
+    if PHASES[-1] in names:  # a criu that dies there has dumped all
+        tally.require_restored()
     try:
         place.older.require_exact(rig)
     except FAILED as wrong:
@@ -237,6 +244,7 @@ def kill(
     killed.phase = watch.phase()
 
     def note() -> None:
+        killed.finished |= is_finished(images)
         if victim is not Victims.WORKER and criu.poll() is None:
             killed.criu_in = watch.phase()
             killed.proofs = criu_code.proofs(job.pids)
@@ -257,7 +265,7 @@ def kill(
 def require_runs_on(place: Place, job: SteadyJob, images: Path, killed: Killed) -> None:
     """The job does, if need be after `gpustasis recover`. Raises AssertionError."""
     if killed.cleans_at_once:
-        killed.finished = is_finished(images)
+        killed.finished |= is_finished(images)
         recycle(place.arena)
     settle(images, place.arena)
     killed.finished |= is_finished(images)
@@ -305,23 +313,23 @@ def judge_arena(
     beside: Sequence[Path] = (),
 ) -> str:
     """What the dump has left. Raises AssertionError: it may not. One that is whole is given up, or
-    drained, and the job, if it lives, goes on from it. beside: other directories of the arena that
-    are needed."""
+    the job, if it lives, goes on from it, and again when it is drained. beside: other directories
+    of the arena that are needed."""
     settle(images, place.arena)
     recycle(place.arena)
     place.older.require_untouched()
     whole = is_whole(images)
-    assert whole or not killed.finished, "`gpustasis arena clean` has taken a finished checkpoint"
+    assert whole or not killed.finished, "the checkpoint was finished, and is gone"
     assert whole or killed.status != 0, "criu says that it has dumped, and there is no checkpoint"
     needed = [place.older.stored, *beside]
     require_only(place.arena, [*needed, *([stored_directory(images)] if whole else [])])
     if not whole:
         return "nothing is left"
-    place.whole += 1
-    if job is None or place.whole % _USED_EACH:
-        discard(images)
-    else:
+    if job is not None and killed.done and place.used.takes(killed.criu_in):
         use(place.rig, job, images)
+        place.restored += 1
+    else:
+        discard(images)
     require_only(place.arena, needed)
     return "a whole local checkpoint"
 

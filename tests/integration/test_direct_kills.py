@@ -9,7 +9,14 @@ from random import Random
 
 import pytest
 
-from campaigns import damage, direct_faults, direct_kills, driver_faults, kill_restore
+from campaigns import (
+    damage,
+    direct_faults,
+    direct_kills,
+    direct_restore_kills,
+    driver_faults,
+    kill_restore,
+)
 from campaigns.direct_dump import (
     HANDING_OVER,
     PHASES,
@@ -21,6 +28,7 @@ from campaigns.direct_dump import (
 )
 from campaigns.direct_kills import LOST_WITH_WORKER, OF_WORKER
 from campaigns.rig import Rig
+from campaigns.tally import RESTORED
 
 SEED = 20
 OF_DRIVER = (HANDING_OVER, STORING, STORED, RESTORING, UNLOCKING)
@@ -36,6 +44,7 @@ def test_no_job_is_lost_when_criu_is_killed(slow_rig: Rig) -> None:
     tally = direct_kills.run(slow_rig, Random(SEED), 1)
     tally.require_clean()
     assert all(tally.counts[f"in {phase}"] for phase in PHASES), tally.counts
+    assert tally.counts[RESTORED] > 0, tally.counts
 
 
 def test_what_the_worker_takes_along_never_runs(slow_rig: Rig) -> None:
@@ -44,12 +53,15 @@ def test_what_the_worker_takes_along_never_runs(slow_rig: Rig) -> None:
     assert all(tally.counts[f"in {phase}"] for phase in OF_DRIVER), tally.counts
     assert all(tally.counts[f"killed: {victim}"] for victim in OF_WORKER), tally.counts
     assert tally.counts[LOST_WITH_WORKER] > 0, tally.counts
+    assert tally.counts[RESTORED] > 0, tally.counts
 
 
 def test_a_restore_that_breaks_off_leaves_nothing_that_runs_wrong(slow_rig: Rig) -> None:
     checkpoint = damage.take(slow_rig, mib=8, children=1)
     kill_restore.run(slow_rig, Random(SEED), 6, checkpoint).require_clean()
-    kill_restore.run_with_worker(slow_rig, Random(SEED), 6, checkpoint).require_clean()
+    tally = direct_restore_kills.run(slow_rig, Random(SEED), 3, 3, checkpoint)
+    tally.require_clean()
+    assert tally.counts[direct_restore_kills.PUT_BACK] >= 3, tally.counts
 
 
 @pytest.mark.parametrize("call", ["checkpoint", "complete"])

@@ -14,6 +14,7 @@ from campaigns import agent_kills, drain_kills, pair_kills, peer_kills, ram_kill
 from campaigns.pair_kills import PAIRS
 from campaigns.ram_dump import STORING, slow_ram
 from campaigns.rig import Rig
+from campaigns.tally import RESTORED
 from campaigns.victims import Victims
 
 SEED = 21
@@ -31,6 +32,7 @@ def test_no_job_is_lost_and_no_part_of_a_checkpoint_is_left(place: tuple[Rig, Pa
     tally = ram_kills.run(*place, Random(SEED), 1, phases=OF_DUMP)
     tally.require_clean()
     assert all(tally.counts[f"in {phase}"] for phase in OF_DUMP), tally.counts
+    assert tally.counts[RESTORED] > 0, tally.counts
 
 
 def test_recover_has_its_memory_when_the_worker_is_killed(place: tuple[Rig, Path]) -> None:
@@ -59,6 +61,7 @@ def test_an_agent_that_is_killed_leaves_all_to_the_next(place: tuple[Rig, Path])
     hit = (*agent_kills.ALL_OF_DUMP, *agent_kills.ALONE)
     assert all(tally.counts[f"killed {phase}"] for phase in hit), tally.counts
     assert all(tally.counts[f"killed: {who}"] for who in agent_kills.Who), tally.counts
+    assert tally.counts[RESTORED] > 0, tally.counts
 
 
 def test_a_copy_to_a_neighbour_is_whole_or_not_there(place: tuple[Rig, Path]) -> None:

@@ -5,7 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from campaigns import damage, direct_faults, direct_kills, driver_faults, kill_restore
+from campaigns import (
+    damage,
+    direct_faults,
+    direct_kills,
+    direct_restore_kills,
+    driver_faults,
+    kill_restore,
+)
 from campaigns.direct_dump import DRIVER, slow_direct
 from campaigns.direct_kills import OF_WORKER
 from campaigns.tally import Tally
@@ -40,8 +47,10 @@ def kill_restores(bench: Bench) -> Iterator[tuple[str, Tally]]:
         with slow_direct(rig) as slow:
             checkpoint = damage.take(slow, mib=16, children=1)
             yield f"{part}, criu", kill_restore.run(slow, random, KILLED_RESTORES, checkpoint)
-            tally = kill_restore.run_with_worker(slow, random, KILLED_RESTORES, checkpoint)
-            yield f"{part}, the worker alone, and both", tally
+            tally = direct_restore_kills.run(
+                slow, random, KILLED_RESTORES, KILLS_EACH_PHASE, checkpoint
+            )
+            yield f"{part}, criu, the worker and both", tally
 
 
 def fail_driver(bench: Bench) -> Iterator[tuple[str, Tally]]:
@@ -78,8 +87,9 @@ CAMPAIGNS: dict[str, tuple[str, Campaign]] = {
     ),
     "kill-restore-direct": (
         (
-            "criu, the worker and both are killed during a restore of direct GPU memory; nothing "
-            "may run on wrong memory"
+            "criu, the worker and both are killed during a restore of direct GPU memory, at any "
+            f"moment, and until {KILLS_EACH_PHASE} of them were killed while memory was put back; "
+            "nothing may run on wrong memory, and the checkpoint is restored afterwards"
         ),
         kill_restores,
     ),

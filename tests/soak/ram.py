@@ -59,7 +59,8 @@ CAMPAIGNS: dict[str, tuple[str, Campaign]] = {
         (
             'criu is killed with SIGKILL during a dump with tier = "ram", at least '
             f"{KILLS_EACH_PHASE} times in each phase; the job runs on, what is left is a whole "
-            "local checkpoint or none, and the one before it is not touched. Jobs that are lost to "
+            "local checkpoint or none, some of these are restored, and the one before it is not "
+            "touched. Jobs that are lost to "
             "code of CRIU's own, which is seen in each task that dies, are counted, and LOST "
             "above"
         ),
@@ -89,7 +90,8 @@ CAMPAIGNS: dict[str, tuple[str, Campaign]] = {
             "worker, and with both, and while it writes down that one is made, and drains it; at "
             f"least {KILLS_EACH_PHASE} times in each of these phases, in half of the trials while "
             "it drains an earlier one too; the job runs on, and the next agent says of each "
-            "checkpoint that is whole that it is done, and makes it durable; losses as in kill-ram"
+            "checkpoint that is whole that it is done, and makes it durable: of each that was "
+            "finished by then, or whose criu lives on; some are restored; losses as in kill-ram"
         ),
         kill_agent,
     ),

@@ -2,14 +2,15 @@
 """How the driver's calls behave: how fast, several at once, interrupted, on kinds of memory.
 
 One experiment for each name in PARTS, each with its own processes and its own time. One that fails
-is recorded as {"error": …}, beside what it had found, and the next goes on.
+is recorded as {"error": …}, beside what it had found, and the next goes on. What a target says of
+its memory is in "memory", wherever that is looked at.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -262,3 +263,16 @@ def fill_behaviour(
             found["seconds"] = round(seconds - lab.margin, 1)
             save()
         tell(f"  {name}: {found['seconds']} s {found.get('error', '')}".rstrip())
+
+
+def memories(found: object, *path: str) -> Iterator[tuple[str, str]]:
+    """Each verdict on a target's memory in what was found, with where it is: names of experiments,
+    and of what is in them."""
+    if isinstance(found, str) and "memory" in path:
+        yield ", ".join(path), found
+    elif isinstance(found, Mapping):
+        for name, one in found.items():
+            yield from memories(one, *path, name)
+    elif isinstance(found, list):
+        for number, one in enumerate(found, 1):
+            yield from memories(one, *path, str(number))

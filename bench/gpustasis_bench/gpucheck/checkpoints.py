@@ -30,7 +30,8 @@ _POLL_SECONDS = 0.002
 _RECOVER_SECONDS = 300
 _KILLED_AT = (0.1, 0.4, 0.7, 0.8, 0.9)  # of a dump's time
 _WRITING_TRIES = 5  # for a dump that is killed while it writes
-_NOTHING_TO_DO = "there was nothing to do"  # what recover says of a dump that was over
+_RUN_OVER = "the run had ended by itself"
+_TOO_LATE = ("there was nothing to do", _RUN_OVER)  # what is said of a dump that was over
 _PHASES = (
     *("lock", "driver_checkpoint", "write", "drop", "undo", "driver_undo"),
     *("refill", "driver_restore"),
@@ -160,7 +161,8 @@ class Checkpoints:
         """Of a dump, criu and all processes of the plugin are killed, at several moments; then
         `gpustasis recover` brings the run back. How long a dump takes is not the same twice; so the
         last one is killed when GPU memory is seen to be written, after the driver's checkpoint. On
-        a busy machine a dump may be over before it is seen: then one more is killed."""
+        a busy machine a dump may be over before it is seen: then one more is killed. Raises
+        CriuError if that is so of all."""
         run = self._start("not-killed")
         try:
             run.await_mark()
@@ -173,9 +175,9 @@ class Checkpoints:
         writing = []
         for number in range(_WRITING_TRIES):
             writing.append(self._killed(f"killed-writing-{number}", None))
-            if _NOTHING_TO_DO not in writing[-1]["recover"]:
-                break
-        return [*at_times, *writing]
+            if not any(words in writing[-1]["recover"] for words in _TOO_LATE):
+                return [*at_times, *writing]
+        raise CriuError(f"none of {_WRITING_TRIES} dumps could be killed while it wrote")
 
     def _killed(self, name: str, after: float | None) -> Record:
         run = self._start(name)
@@ -227,7 +229,7 @@ class Checkpoints:
             if ended.status == 0:
                 return ended.output.strip().replace(str(pid), "PID")
         if run.has_ended():
-            return "the run had ended by itself"
+            return _RUN_OVER
         raise CriuError(f"gpustasis recover of a killed dump: {ended.output.strip()[-300:]}")
 
     def _start(self, name: str) -> Run:

@@ -25,7 +25,7 @@ from gpustasis_bench.demo.flow import Demo, make_report, prepare_work
 from gpustasis_bench.demo.report import table_of, write_report
 from gpustasis_bench.demo.training import Program, main_program
 from gpustasis_bench.gpucheck import target
-from gpustasis_bench.gpucheck.behaviour import PARTS, fill_behaviour
+from gpustasis_bench.gpucheck.behaviour import PARTS, fill_behaviour, memories
 from gpustasis_bench.gpucheck.caller import Caller
 from gpustasis_bench.gpucheck.checkpoints import Checkpoints
 from gpustasis_bench.gpucheck.trace import Trace, fill_trace
@@ -177,6 +177,10 @@ class GpuCheck:
             save=save,
             tell=tell,
         )
+        # A call that fails is a finding. That memory is lost without a word is none.
+        wrong = [f"{where}: {said}" for where, said in memories(record) if said.startswith("wrong")]
+        if wrong:
+            raise DriverError(f"memory is not what it was: {'; '.join(wrong)}")
 
     def _check_criu(self) -> None:
         criu = find(self._given.criu)
