@@ -290,7 +290,8 @@ def test_a_dump_that_is_sealed(
 def test_draining(
     checkout: tuple[Path, dict[str, str]], repository: Path, tmp_path: Path, arena: Path
 ) -> None:
-    """The script drains what is local, and goes on after what cannot be drained."""
+    """The script drains what is local, with and without a directory for each job, and goes on after
+    what cannot be drained. It fails if the store is not there."""
     home, environ = checkout
     environ["PATH"] = f"{Path(sys.executable).parent}:{environ['PATH']}"
     block = named_block(repository / "docs" / "operating.md", "draining")
@@ -298,9 +299,11 @@ def test_draining(
     assert "/srv/checkpoints" in block
     block = block.replace("/srv/checkpoints", str(store))
     status, output = run_shell(block, home, environ)
+    assert status != 0 and str(store) in output
+    (store / "a job").mkdir(parents=True)
+    status, output = run_shell(block, home, environ)
     assert status == 0, output
-    store.mkdir()
-    lost, *drained = [store / name for name in ("one", "two", "three")]
+    lost, *drained = [store / name for name in ("one", "two", "a job/three")]
     shutil.rmtree(make_local(lost, arena))
     for images in drained:
         make_local(images, arena)
@@ -309,7 +312,7 @@ def test_draining(
     assert status == ImageError.exit_code, output
     assert "it is lost" in output
     assert {tier_of(images) for images in drained} == {Tier.DURABLE}
-    assert sorted(path.parent for path in store.glob("*/gpustasis-arena")) == [lost]
+    assert sorted(path.parent for path in store.rglob("gpustasis-arena")) == [lost]
 
 
 def test_emulator(checkout: tuple[Path, dict[str, str]], repository: Path) -> None:

@@ -79,7 +79,9 @@ def checkpoint(what: str, stop: bool, no_wait: bool, place: Path) -> None:
     podman:NAME, containerd:NAMESPACE/POD/CONTAINER or crio:...; or a target of the agent's
     configuration. It runs on, unless told otherwise.
 
-    If this command ends early the checkpoint goes on.
+    If this command ends early the checkpoint goes on. With tier = "ram" in the agent's
+    configuration the checkpoint is in memory when this command ends with status 0: `gpustasis wait`
+    says when it is on the disk.
     """
     named: dict[str, int | str] = {"target": what}
     if what.isdecimal():

@@ -132,7 +132,8 @@ def clean(arena: Path, empties: bool) -> None:
 def discard(images: Path, arena: Path) -> None:
     """Give up the checkpoint in IMAGES, which is only in memory: it cannot be restored any more.
 
-    Where IMAGES is gone, name its directory in the arena, or the ID that `list --json` shows.
+    Where IMAGES is gone, name its directory in the arena, or the ID that `gpustasis arena list`
+    shows.
     """
     stored = discard_checkpoint(images, arena)
     output.answer(

@@ -66,8 +66,9 @@ def drain(
 
     The job runs on meanwhile; the drain runs with nice 19, and at the lowest level of the disk's
     best-effort class. What the checkpoint is built on is drained before, if it has to be. If the
-    drain fails, or is killed, the checkpoint is in memory as before: run it again. With -o one that
-    is on the disk already is only written as a stream; `gpustasis restore -i` restores that.
+    drain fails, or is killed, the checkpoint is in memory as before: run it again. Status 10 does
+    not say that it is lost: read the message before you remove anything. With -o one that is on the
+    disk already is only written as a stream; `gpustasis restore -i` restores that.
     """
     with ExitStack() as opened:
         target = None
@@ -147,7 +148,9 @@ def wait(images: Path, wanted: str, timeout: float | None) -> None:
     another `gpustasis drain` or `peer copy`, which a timer may have started.
 
     Ends with status 0 when it is so, with 25 if it is not so after --timeout, and with 10 if there
-    is no checkpoint: none was begun, its dump has failed, or it is lost.
+    is no checkpoint: none was begun, its dump has failed, or it is lost. Also with 10 if it is
+    whole in memory and cannot be drained any more: it is the only copy, so read the message before
+    you remove anything.
     """
     on_peer = wanted == "peer"
     tier = Tier.DURABLE if on_peer else Tier(wanted)

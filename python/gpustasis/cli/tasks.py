@@ -58,7 +58,8 @@ _PHASE_WIDTH = 70  # characters
     "waits",
     type=click.Choice(["peer", "durable"]),
     help="Before this command ends, copy the checkpoint to the neighbour, as `peer copy` does; or "
-    "bring it to the disk, as `drain` does one in memory (--tier ram).",
+    "bring it to the disk, as `drain` does one in memory (--tier ram). A tree that ends with its "
+    "checkpoint has ended before that begins.",
 )
 @recipients_option
 @click.option(
@@ -139,11 +140,8 @@ def checkpoint(
     tier, copied = tier_of(images), None
     if copy is not None:
         copied = copy(images, tier)
-    elif waits == "durable" and tier == Tier.LOCAL:
-        from gpustasis.cli.drain import drain_aside
-
-        drain_aside(images)
-        tier = tier_of(images)
+    elif waits == "durable":
+        tier = _bring_to_disk(images, tier)
 
     def show() -> None:
         output.say(
@@ -162,6 +160,19 @@ def checkpoint(
     peer = None if copied is None else copied.peer
     fields = {"directory": images, "state": tier.value, "peer": peer, **asdict(done)}
     output.answer(fields, show)
+
+
+def _bring_to_disk(images: Path, tier: Tier) -> Tier:
+    """What went to the disk at once, CRIU has not synced."""
+    if tier == Tier.LOCAL:
+        from gpustasis.cli.drain import drain_aside
+
+        drain_aside(images)
+        return tier_of(images)
+    from gpustasis.draining.syncing import require_on_disk
+
+    require_on_disk(images)
+    return tier
 
 
 def _copier() -> Callable[[Path, Tier], Copied]:
