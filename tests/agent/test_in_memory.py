@@ -18,7 +18,7 @@ from gpustasis.agent.config import Config, Target
 from gpustasis.agent.drains import Drains
 from gpustasis.agent.operations import Operation
 from gpustasis.agent.subjects import Subject, held
-from gpustasis.agent.work import Work, remove_failed, require_whole
+from gpustasis.agent.work import REQUESTED, TARGETS, Work, remove_failed, require_whole
 from gpustasis.criu.run import Run
 from gpustasis.draining.drain import drain
 from gpustasis.errors import AgentError, ImageError
@@ -26,6 +26,7 @@ from gpustasis.image.arena import Tier, tier_of
 from support import local_checkpoints
 from support.arena_by_hand import BOOT, Local, dropped, locked, make_drainable, make_local, names
 from support.inventory import write_inventory
+from support.priorities import priority
 
 NAME = "20260101T000000.0-0123456789abcdef"
 
@@ -332,6 +333,24 @@ def test_what_is_lost_for_certain_holds_up_nothing(
 ) -> None:
     act(make_local(made, directory / NAME, 1))
     assert drained_at_once(directory) == (True, 0, [(directory / NAME, None)])
+
+
+def test_the_oldest_is_drained_first_and_in_no_jobs_way(made: Path, tmp_path: Path) -> None:
+    """Whichever of the agent's directories it is in."""
+    store, found = tmp_path / "store", list[tuple[Path, str]]()
+    places = [
+        store / TARGETS / "train" / NAME.replace("2026", "2024"),
+        store / REQUESTED / "0/7" / NAME.replace("2026", "2025"),
+        store / TARGETS / "eval" / NAME,
+    ]
+    for place in places:
+        place.parent.mkdir(parents=True)
+        local_checkpoints.make_local(place, made)
+    drains = Drains(Config(store=store), lambda place, _: found.append((place, priority())))
+    drains.start(lambda _: False)
+    assert drains.close(60.0)
+    assert found == [(place, "nice 19, disk 2/7") for place in places]
+    assert {tier_of(place) for place in places} == {Tier.DURABLE}
 
 
 def test_what_is_not_settled_counts_until_it_is_drained(made: Path, directory: Path) -> None:

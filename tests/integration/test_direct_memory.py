@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,11 +16,14 @@ from campaigns.steady_job import SteadyJob
 from gpustasis._core import ImageReader, RegionKind, image_name
 from gpustasis.criu.plugin import Setting
 from gpustasis.draining.drain import drain
+from gpustasis.emulator import api_version_of, library_directory
 from gpustasis.image.arena import Tier, stored_directory, tier_of
 from gpustasis.image.verification import verify_directory
 from support.arena import ram
 from support.cpu_memory import OURS, pages_bytes
 from support.direct_memory import DIRECT, DRIVER, MIB, tasks
+
+PROGRAMS = Path(__file__).resolve().parent.parent / "programs"
 
 
 @pytest.fixture
@@ -49,12 +52,14 @@ def dump(rig: Rig, job: SteadyJob, *extra: str, **config: Setting) -> Path:
     return images
 
 
-def come_back(rig: Rig, job: SteadyJob, images: Path, **config: Setting) -> None:
+def come_back(
+    rig: Rig, job: SteadyJob, images: Path, how: str = "direct", /, **config: Setting
+) -> None:
     job.wait()
     rig.settle(images)
     done = rig.restore(images, config=config)
     assert done.status == 0, done.errors
-    assert {task["gpu_memory"] for task in tasks(images, "restore")} == {"direct"}
+    assert {task["gpu_memory"] for task in tasks(images, "restore")} == {how}
     job.run_on()
 
 
@@ -214,6 +219,60 @@ def test_asked_for_by_name_it_is_refused_where_the_driver_cannot(newest_rig: Rig
         assert 'gpu_memory = "direct": the driver is of CUDA 13.0' in dumped.errors
         rig.settle(images)
         job.run_on()
+
+
+@pytest.fixture
+def poor_driver(compile_c: Callable[..., Path]) -> Callable[[str], Path]:
+    """poor_driver(call) -> the emulator's, but for one call, for which there is no memory."""
+
+    def compile_it(call: str) -> Path:
+        library = library_directory(api_version_of(DRIVER))
+        words = ("-shared", "-fPIC", "-Wl,--no-as-needed", f"-L{library}", "-l:libcuda.so.1")
+        return compile_c(PROGRAMS / "poor_driver.c", *words, f"-DCALL={call}")
+
+    return compile_it
+
+
+# What is missing, and what is said then.
+LACKING = {
+    "externalize": "externalize is off",
+    "nvml": "which GPUs the process uses is not known: there is no NVML",
+    "cuInit": "cuInit: CUDA_ERROR_OPERATING_SYSTEM",
+    "cuDevicePrimaryCtxRetain": "cuDevicePrimaryCtxRetain on GPU-.*OUT_OF_MEMORY",
+    "cuMemHostAlloc": "cuMemHostAlloc.*OUT_OF_MEMORY",
+}
+
+
+@pytest.mark.parametrize("lacks", LACKING)
+def test_what_it_needs_is_had_before_anything_is_locked(
+    direct_rig: Rig, poor_driver: Callable[[str], Path], lacks: str
+) -> None:
+    """Asked for by name it is an error, and "auto" is staged."""
+    rig, words = direct_rig, LACKING[lacks]
+    config: dict[str, Setting] = {}
+    if lacks in ("externalize", "nvml"):
+        config = {lacks: False if lacks == "externalize" else "/nonexistent/libnvidia-ml.so.1"}
+    elif lacks != "cuInit":
+        config = {"driver": str(poor_driver(lacks))}
+    with rig.job(mib=16) as job:
+        for how in ("direct", "auto"):
+            if lacks == "cuInit":
+                rig.emulator.add_fault("init", "error")
+            images = rig.images()
+            done = rig.dump(job, images, config={**config, "gpu_memory": how})
+            assert rig.emulator.status()["faults"] == []
+            if how == "direct":
+                assert done.status != 0
+                assert re.search(f'gpu_memory = "direct": {words}', done.log), done.errors
+                assert "locked pid" not in done.log
+                rig.settle(images)
+                job.run_on()
+        assert done.status == 0, done.errors
+        (task,) = tasks(images)
+        stored = "" if lacks == "externalize" else "staged"  # "": all is in criu's images
+        assert task["gpu_memory"] == stored
+        assert re.search(words, task["staged_because"]), task["staged_because"]
+        come_back(rig, job, images, stored)
 
 
 def test_an_image_of_it_is_refused_by_a_driver_that_cannot_take_it_back(

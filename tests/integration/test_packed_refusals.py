@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import socket
 import threading
@@ -19,12 +18,12 @@ from campaigns.steady_job import SteadyJob
 from gpustasis.criu.plugin import Scalar
 from support.certificates import Pair
 from support.cpu_memory import running
+from support.memory_limit import inside, limited_cgroup
 from support.other_plugin import with_plugin_before
 
 PACKED: dict[str, Scalar] = {"layout": "packed"}
 PROGRAMS = Path(__file__).resolve().parent.parent / "programs"
 PACK = "gpustasis-files.img"
-V1 = Path("/sys/fs/cgroup/memory")
 MIB = 1 << 20
 LAZY_SOCKET = "lazy-pages.socket"
 
@@ -155,29 +154,18 @@ def test_a_dump_that_did_not_begin_as_asked_is_none(
         assert rig.dump(job, rig.images(), "--leave-running", config=config).status == 0
 
 
-@contextmanager
-def cgroup(size: int) -> Iterator[Path]:
-    version_1 = V1.is_dir()
-    place = (V1 if version_1 else Path("/sys/fs/cgroup")) / f"gpustasis-packed-{os.getpid()}"
-    place.mkdir()
-    try:
-        limit = "memory.limit_in_bytes" if version_1 else "memory.max"
-        (place / limit).write_text(str(size))
-        yield place
-    finally:
-        place.rmdir()
-
-
 def test_the_images_meet_their_own_end_before_that_of_criu(
     newest_rig: Rig, memory_job: Path
 ) -> None:
     """criu in a control group with less room than its images take: the kernel would kill it."""
     rig = newest_rig
-    with cgroup(80 * MIB) as place, running(rig, memory_job, mib=128, criu_restores=True) as job:
+    with (
+        limited_cgroup(80 * MIB) as cgroup,
+        running(rig, memory_job, mib=128, criu_restores=True) as job,
+    ):
         images = rig.images()
-        words = rig.dump_words(job, images)
-        enter = ["sh", "-c", f'echo $$ >{place}/cgroup.procs; exec "$@"', "sh", *words]
-        dumped = rig.run(enter, images, "dump", PACKED)
+        words = inside(cgroup, rig.dump_words(job, images))
+        dumped = rig.run(words, images, "dump", PACKED)
         assert dumped.status == 1
         assert "there was no more memory for criu's images" in dumped.log
         require_unharmed(rig, job, images)

@@ -9,23 +9,26 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from campaigns.rig import Rig, with_config, workers
-from gpustasis._core import ARENA_MARKER, find_drop_record
+from campaigns.ram_dump import is_finished
+from campaigns.rig import Rig, with_config, with_driver, workers
+from gpustasis._core import ARENA_MARKER, find_checkpoint_record, find_drop_record
 from gpustasis.criu.images import INVENTORY_NAME
 from gpustasis.draining import drain as draining
 from gpustasis.draining.drain import drain
 from gpustasis.draining.recycle import look_into, recycle
 from gpustasis.errors import CheckpointError, ImageError, LocalError
 from gpustasis.image.arena import Tier, stored_directory, tier_of
+from gpustasis.image.directory import try_exclude
 from gpustasis.image.verification import verify_directory
 from support.arena import dump, ram, restore
 from support.broken_dumps import dump_and_stop, recover
+from support.direct_memory import DRIVER
 
 KILLS = 12
 MIDWAY = 4  # of these, at least, while an image is being written
@@ -58,6 +61,16 @@ def stopped_drain(rig: Rig, images: Path) -> Iterator[None]:
         assert parts(images)
         at_work.send_signal(signal.SIGCONT)
         assert at_work.wait(timeout=60) == 0
+
+
+def settle(rig: Rig, stored: Path) -> None:
+    """Until nobody has to do with it: who ends has its lock for some moments longer."""
+    rig.settle(stored)
+    deadline = time.monotonic() + 20
+    while (lock := try_exclude(stored)) is None:
+        assert time.monotonic() < deadline, f"{stored} stays locked"
+        time.sleep(0.01)
+    lock.close()
 
 
 def parts(images: Path) -> list[Path]:
@@ -169,13 +182,18 @@ def test_a_dump_waits_until_a_drain_has_made_room(newest_rig: Rig, arena: Path) 
         job.run_on()
 
 
+@pytest.mark.parametrize("gpu_memory", ["staged", "direct"])
 @pytest.mark.parametrize("guarded", [True, False], ids=["guarded", "all killed"])
 def test_criu_is_killed_when_memory_is_out_of_the_job(
-    newest_rig: Rig, arena: Path, guarded: bool
+    newest_rig: Rig, arena: Path, guarded: bool, gpu_memory: str
 ) -> None:
     """What is missing is put back out of the arena, which nobody clears before."""
-    rig = with_config(newest_rig, ram(arena))
-    with rig.job(mib=16, children=1) as job:
+    find_record = find_checkpoint_record if gpu_memory == "direct" else find_drop_record
+    with (
+        with_driver(newest_rig, DRIVER) as on_disk,
+        on_disk.job(mib=16, children=1) as job,
+    ):
+        rig = with_config(on_disk, ram(arena, gpu_memory=gpu_memory))
         images = rig.images()
         kill_criu = dump_and_stop(rig, job, images)
         stored = stored_directory(images)
@@ -183,13 +201,15 @@ def test_criu_is_killed_when_memory_is_out_of_the_job(
             os.kill(pid, signal.SIGKILL)
         kill_criu()
         if not guarded:
-            assert all(find_drop_record(pid) for pid in job.pids)
+            settle(rig, stored)  # else their lock keeps it
+            assert all(find_record(pid) for pid in job.pids)
+            assert bool(find_drop_record(job.pid)) == (gpu_memory == "staged")
             (images / INVENTORY_NAME).unlink()  # as if criu had not come to its end
             assert recycle(arena) == []
             for pid in job.pids:
                 recover(rig, pid, "-D", images)
         rig.settle(stored)
-        assert not any(find_drop_record(pid) for pid in job.pids)
+        assert not any(find_record(pid) for pid in job.pids)
         job.run_on()
         if guarded:
             drain(images)  # criu had written all
@@ -200,36 +220,51 @@ def test_criu_is_killed_when_memory_is_out_of_the_job(
             assert recycle(arena) == [stored]
         assert not (images / ARENA_MARKER).exists()
         assert look_into(arena).kept == []
-        images = dump(newest_rig, job)
+        images = dump(on_disk, job)
         assert job.wait() == -signal.SIGKILL
         restore(rig, job, images)
 
 
-def test_criu_is_killed_at_many_points(newest_rig: Rig, arena: Path) -> None:
-    """The job runs on, and what the arena has of the dump is found to be nobody's."""
+@pytest.mark.parametrize(
+    ("after", "numbers"),
+    [("locked pid", range(1, 400, 23)), ("Writing image inventory", (*range(1, 601, 40), 0))],
+    ids=["in the middle", "near the end"],
+)
+def test_criu_is_killed_at_many_points(
+    newest_rig: Rig, arena: Path, after: str, numbers: Iterable[int]
+) -> None:
+    """The job runs on, and what the arena has of the dump is a whole checkpoint, or found to be
+    nobody's. numbers: of criu's calls; 0: it is not killed."""
     rig = with_config(newest_rig, ram(arena))
     count = rig.scratch / "system-calls"
     killed = 0
+    whole = set()  # whether the dump was complete, and whether criu was killed all the same
     with rig.job(mib=8) as job:
-        for number in range(1, 400, 23):
+        for number in numbers:
             images = rig.images()
-            killer = [str(rig.programs.killer), str(count), str(number), "-", "locked pid"]
+            killer = [str(rig.programs.killer), str(count), str(number), "-", after]
             words = [*killer, *rig.dump_words(job, images, ["--leave-running"])]
             ended = rig.run(words, images, "dump")
             assert ended.status in (0, 137), ended.errors
             killed += ended.status == 137
             for kept in look_into(arena).kept:
-                rig.settle(kept.directory)
+                settle(rig, kept.directory)
             rig.settle(images)
             job.run_on(1)
+            is_whole = is_finished(images)
+            whole.add((is_whole, ended.status == 137))
             recycle(arena)
-            if ended.status == 137 and not (images / INVENTORY_NAME).exists():
-                assert look_into(arena).kept == []
-                assert not (images / ARENA_MARKER).exists()
-            elif (images / ARENA_MARKER).exists():
+            if is_whole:
+                assert tier_of(images) == Tier.LOCAL
                 drain(images)
                 assert not verify_directory(images).problems
+            else:
+                assert look_into(arena).kept == []
+                assert not (images / ARENA_MARKER).exists()
         images = dump(rig, job)
         job.wait()
         restore(rig, job, images)
     assert killed > 5
+    assert (False, False) not in whole
+    if after != "locked pid":
+        assert whole == {(False, True), (True, True), (True, False)}

@@ -133,12 +133,14 @@ def test_a_dump_loses_all_its_processes_while_others_are_emptied(
     assert recycle(arena) == [broken.stored]
 
 
+@pytest.mark.parametrize("kind", ["dropped", "checkpointed"])
 def test_a_record_counts_by_whatever_path_its_dump_has_seen_the_arena(
-    arena: Path, tmp_path: Path, process: int
+    arena: Path, tmp_path: Path, process: int, kind: str
 ) -> None:
+    """Also of GPU memory that was handed over to the dump: that is nowhere else."""
     broken = make_local(arena, tmp_path / "1", 1)
     broken.break_off()
-    with dropped(process, broken, Path("/mnt/elsewhere") / broken.stored.name):
+    with dropped(process, broken, Path("/mnt/elsewhere") / broken.stored.name, kind):
         assert recycle(arena) == []
         with pytest.raises(CheckpointError, match=f"memory of process {process}"):
             discard(broken.stored)
@@ -217,6 +219,39 @@ def test_what_is_given_up_in_the_arena_leaves_no_marker(arena: Path, tmp_path: P
     discard(child.stored)
     assert not (child.images / ARENA_MARKER).exists()
     assert names(arena) == [parent.stored.name]
+
+
+@pytest.mark.parametrize("owner", ["is there", "is of a later version"])
+def test_what_another_is_built_on_is_not_given_up(
+    arena: Path, tmp_path: Path, process: int, owner: str
+) -> None:
+    """Nor by its image directory: the other could never be drained. A record of a dump that was
+    broken off does not count there: what is in memory stays for it."""
+    parent = make_local(arena, tmp_path / "1", 1)
+    child = make_local(arena, tmp_path / "2", 2, parent=parent)
+    words = f"^{parent.stored} cannot be given up: checkpoint {child.stored.name} is built on it"
+    if owner != "is there":
+        write_owner(parent.stored, parent.checkpoint_id, parent.images, version=2)
+        words = f"^whether another checkpoint is built on what is in {parent.stored} cannot be told"
+    with pytest.raises(CheckpointError, match=words):
+        discard(parent.images)
+    assert (parent.images / ARENA_MARKER).exists()
+    with dropped(process, child, child.stored):
+        discard(child.images)
+        assert (child.stored / "gpustasis-7.img").exists()
+    if owner == "is there":
+        recycle(arena)
+        discard(parent.images)
+        assert names(arena) == []
+
+
+def test_what_another_is_built_on_is_given_up_in_a_copy(arena: Path, tmp_path: Path) -> None:
+    parent = make_local(arena, tmp_path / "1", 1)
+    make_local(arena, tmp_path / "2", 2, parent=parent)
+    shutil.copytree(parent.images, tmp_path / "copy")
+    discard(tmp_path / "copy")
+    assert not (tmp_path / "copy" / ARENA_MARKER).exists()
+    assert tier_of(parent.images) == Tier.LOCAL
 
 
 def of_an_earlier_dump(local: Local) -> None:

@@ -30,7 +30,7 @@ from support.image_samples import CHECKPOINT_ID, make_checkpoint, mixture
 from support.inventory import write_inventory
 
 BOOT = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-RECORDS = Path("/run/gpustasis/dropped")
+RECORDS = Path("/run/gpustasis")
 LIMIT = 1 << 30
 
 
@@ -109,16 +109,19 @@ def make_drainable(arena: Path, images: Path) -> Path:
 
 
 @contextmanager
-def dropped(pid: int, local: Local, path: Path) -> Iterator[None]:
+def dropped(pid: int, local: Local, path: Path, kind: str = "dropped") -> Iterator[None]:
     """A record, as src/dropped_memory/drop_record.cpp writes it, that memory of process `pid` is in
-    what `local` stores, which the dump has seen at `path`."""
+    what `local` stores, which the dump has seen at `path`. kind: "checkpointed": GPU memory, which
+    the driver has handed over."""
     task = read_task(pid)
     namespace = os.stat(f"/proc/{pid}/ns/pid").st_ino
     found = local.stored.stat()
-    RECORDS.mkdir(mode=0o700, parents=True, exist_ok=True)
-    record = RECORDS / f"{namespace}-{pid}-{task.start_time}"
+    records = RECORDS / kind
+    records.mkdir(mode=0o700, parents=True, exist_ok=True)
+    record = records / f"{namespace}-{pid}-{task.start_time}"
     record.write_text(
-        f"gpustasis drop record 1\n{namespace} {pid} {task.start_time}\n{pid} {namespace} 0 0 0\n"
+        f"gpustasis drop record 1\n{namespace} {pid} {task.start_time}\n{pid} {namespace} 0 0 "
+        f"{int(kind == 'checkpointed')}\n"
         f"{BOOT.replace('-', '')}\n{local.checkpoint_id.hex()}\n{'0' * 32}\ngpustasis-7.img\n"
         f"{found.st_dev} {found.st_ino}\n{path}"
     )

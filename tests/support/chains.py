@@ -105,7 +105,8 @@ def make_link(
     if taken is not None:
         os.utime(directory / MANIFEST_NAME, (taken, taken))
     if finished:
-        write_inventory(directory, mark=f"inventory of {directory.name}")
+        name = f"checkpoint-{manifest.checkpoint_id.hex()}"
+        write_inventory(directory, name, mark=f"inventory of {directory.name}")
     return manifest
 
 

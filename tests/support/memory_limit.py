@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A job that may not take as much memory as the host has."""
+"""Processes that may not take as much memory as the host has."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,16 +18,30 @@ def set_limit(cgroup: Path, size: int) -> None:
 
 
 @contextmanager
-def memory_limit(job: SteadyJob, size: int) -> Iterator[Path]:
-    """Put the job into a cgroup of its own, for what it takes from now on."""
+def limited_cgroup(size: int) -> Iterator[Path]:
+    """A new one; nobody may be left in it at the end."""
     root = _V1 if _V1.is_dir() else Path("/sys/fs/cgroup")
     cgroup = root / f"gpustasis-test-{os.getpid()}"
     cgroup.mkdir()
     try:
         set_limit(cgroup, size)
-        for pid in job.pids:
-            (cgroup / "cgroup.procs").write_text(str(pid))
         yield cgroup
     finally:
-        job.end()
         cgroup.rmdir()
+
+
+def inside(cgroup: Path, words: Sequence[str]) -> list[str]:
+    """An argument list that runs `words` in there."""
+    return ["sh", "-c", f'echo $$ >{cgroup}/cgroup.procs; exec "$@"', "sh", *words]
+
+
+@contextmanager
+def memory_limit(job: SteadyJob, size: int) -> Iterator[Path]:
+    """Put the job into a cgroup of its own, for what it takes from now on."""
+    with limited_cgroup(size) as cgroup:
+        try:
+            for pid in job.pids:
+                (cgroup / "cgroup.procs").write_text(str(pid))
+            yield cgroup
+        finally:
+            job.end()
