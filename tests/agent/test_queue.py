@@ -17,11 +17,12 @@ import pytest
 
 import gpustasis
 from gpustasis.agent.config import Config, Target
-from gpustasis.agent.operations import Journal, Operation, State
+from gpustasis.agent.operations import Figures, Journal, Operation, State
 from gpustasis.agent.queue import Queue
 from gpustasis.agent.subjects import Held, Subject, held
 from gpustasis.agent.work import Work
 from gpustasis.errors import AgentError
+from gpustasis.image.arena import Tier
 from support.criu_roots import newest_criu
 from support.job import Job
 
@@ -182,6 +183,70 @@ def test_a_user_s_checkpoints_at_work_count_for_the_disk(
         go_on.set()
         wait_for(lambda: asked.state.is_over)
         assert queue.close(WAIT_S)
+
+
+def in_memory(config: Config, size: int, uid: int, target: str = "") -> Operation:
+    """One that is done, with an eighth of it on the disk already."""
+    found = done(config, uid=uid, target=target)
+    Path(found.place).mkdir(parents=True)
+    (Path(found.place) / "pages-1.img").write_bytes(bytes(size // 8))
+    found.figures = Figures(
+        duration_s=1.0,
+        downtime_s=1.0,
+        size_bytes=size,
+        stored_bytes=0,
+        gpu_bytes=size,
+        incremental=False,
+        emulated=False,
+        verified=False,
+        tier="local",
+    )
+    return found
+
+
+@pytest.mark.parametrize(
+    ("uid", "target", "counts"),
+    [(USER, "", "user"), (USER + 1, "", ""), (USER, "train", ""), (0, "train", "")],
+)
+def test_what_is_to_be_drained_counts_for_the_disk(
+    config: Config, journal: Journal, uid: int, target: str, counts: str
+) -> None:
+    """It is in memory now, and will be there. What its drain has written counts once. What belongs
+    to a target is nobody's of whom a limit is kept."""
+    bounds = replace(config, disk_per_user=(16 << 20) + (68 << 20))
+    queue = Queue(bounds, journal, lambda _: None)
+    local = in_memory(config, 64 << 20, uid, target)
+    queue.add_known(local)
+    assert queue._to_drain() == 56 << 20
+
+    def ask() -> Operation:
+        with started() as process:
+            found = queue.submit(Operation(subject=process.subject(), uid=USER), process)
+            wait_for(lambda: found.state.is_over)
+        return found
+
+    said = f"user {USER} has 64.0 MiB of checkpoints"
+    small = replace(bounds, disk_per_user=(16 << 20) + (60 << 20))
+    assert said not in ask().error
+    queue._config = small
+    assert (said in ask().error) == (counts == "user")
+    queue.note_drained(Path(local.place), Tier.DURABLE)
+    assert said not in ask().error and queue._to_drain() == 0
+
+
+def test_the_disk_that_is_to_be_drained_to_is_kept_free(
+    config: Config, journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever has asked for what is in memory."""
+    monkeypatch.setattr("gpustasis.agent.space.free_disk", lambda _: 80 << 20)
+    queue = Queue(config, journal, lambda _: None)
+    local = in_memory(config, 80 << 20, USER)
+    queue.add_known(local)
+    words = "10.0 MiB are free beyond disk_reserve (0.0 MiB), what is at work and what is to be "
+    with started() as process:
+        found = queue.submit(Operation(subject=process.subject(), uid=0), process)
+        wait_for(lambda: found.state.is_over)
+    assert found.state is State.REFUSED and words in found.error, found.error
 
 
 @contextmanager

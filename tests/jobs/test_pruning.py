@@ -19,7 +19,7 @@ from gpustasis._core import ARENA_MARKER, SEALED_NAME
 from gpustasis.errors import JobError
 from gpustasis.image import directory
 from gpustasis.image.directory import share
-from gpustasis.jobs import epochs, kept
+from gpustasis.jobs import epochs, kept, neighbour
 from gpustasis.jobs.epochs import Standing
 from gpustasis.jobs.exchange import Settings
 from gpustasis.jobs.member import Outcome
@@ -134,6 +134,20 @@ def test_what_another_prune_has_marked_meanwhile_is_removed_all_the_same(
     mark = Put(context.keys.pruned(1), "1")
     before_marking(context, monkeypatch, 1, lambda: context.store.write([], [mark]))
     assert prune(context) == [1, 2]
+    assert there(context) == [3]
+
+
+def test_what_is_built_on_another_goes_before_it(
+    context: Context,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of two that are only in memory the other could not be given up before."""
+    for parents in ((0, 0), (1, 1), (0, 0)):
+        put_epoch(context, *parents)
+    asked: list[str] = []
+    monkeypatch.setattr(neighbour, "give_up", lambda place: asked.append(place.name))
+    assert prune(context) == [1, 2]
+    assert asked == ["epoch-00000002"] * 2 + ["epoch-00000001"] * 2
     assert there(context) == [3]
 
 

@@ -377,7 +377,7 @@ def test_a_directory_above_that_cannot_be_read_is_synced_with_all(
         events.append("manifest")
         write_manifest(directory, manifest, **times)
 
-    monkeypatch.setattr("gpustasis.draining.drain.sync_directory", sync_directory)
+    monkeypatch.setattr("gpustasis.draining.syncing.sync_directory", sync_directory)
     monkeypatch.setattr("gpustasis.draining.drain.write_manifest", write)
     monkeypatch.setattr(os, "sync", lambda: events.append("sync of all"))
     drain(images)

@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from gpustasis._core import MANIFEST_NAME, image_name
+from gpustasis._core import MANIFEST_NAME, Manifest, ManifestTask, image_name, write_manifest
 from gpustasis.cli import cli
+from gpustasis.image.prune import Rules, prune
 from support.chains import checkpoint_id, make_link, memory_of
 from support.image_samples import PAGE
+from support.inventory import write_inventory
 from support.json_output import check_document
 
 FIRST = 1_800_000_000.0
@@ -71,6 +73,13 @@ def test_the_table(store: Path) -> None:
     ("spoil", "why"),
     [
         (lambda place: (place / "inventory.img").unlink(), "no inventory.img"),
+        (lambda place: (place / "inventory.img").write_bytes(b""), "inventory.img is empty"),
+        (lambda place: (place / "inventory.img").write_bytes(bytes(64)), "is not an inventory"),
+        (lambda place: write_inventory(place, "gpustasis"), "inventory.img is not of"),
+        (
+            lambda place: write_inventory(place, f"checkpoint-{'ee' * 16}"),
+            "inventory.img is not of",
+        ),
         (lambda place: (place / MANIFEST_NAME).unlink(), "a checkpoint of CRIU alone"),
         (lambda place: (place / MANIFEST_NAME).write_bytes(b"?" * 400), "manifest"),
         (lambda place: (place / image_name(8)).unlink(), f"{image_name(8)} is missing"),
@@ -84,6 +93,26 @@ def test_what_is_not_whole_is_named(store: Path, spoil: Any, why: str) -> None:
     assert not found["first"]["complete"]
     assert why in found["first"]["problem"]
     assert why in call(store).output
+
+
+def test_an_inventory_that_names_none(store: Path) -> None:
+    """Of a dump that has stored nothing: CRIU has all, and the stock plugin could restore it. Its
+    manifest says what the tasks were."""
+    place = store / "stock"
+    place.mkdir()
+    stock = Manifest(checkpoint_id=checkpoint_id("stock"), tasks=[ManifestTask(pid=7)])
+    write_manifest(place, stock)
+    write_inventory(place, "cuda_plugin")
+    assert {one["name"]: one["problem"] for one in entries(store)}["stock"] == ""
+    (place / "inventory.img").write_bytes(b"")
+    assert "is empty" in {one["name"]: one["problem"] for one in entries(store)}["stock"]
+
+
+def test_what_a_loss_of_power_has_left_is_none_for_which_others_go(store: Path) -> None:
+    make_link(store / "newest", {7: memory_of(["A"])}, taken=FIRST + 99)
+    (store / "newest" / "inventory.img").write_bytes(b"")
+    prune(store, Rules(last=1))
+    assert sorted(path.name for path in store.iterdir()) == ["first", "newest", "second"]
 
 
 def test_an_image_of_another_checkpoint_is_told(store: Path) -> None:

@@ -3,21 +3,23 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gpustasis.errors import ImageError, PeerError
+from gpustasis.files import open_regular
 from gpustasis.image.directory import try_exclude
 from gpustasis.image.store import is_trash
 from gpustasis.peers import copies
-from gpustasis.peers.copies import Copies
-from gpustasis.peers.copying import copy, discard, drop_older
+from gpustasis.peers.copies import NOTE, Copies
+from gpustasis.peers.copying import copy, discard, drop_older, list_copies
 from support.local_checkpoints import make_local
 from support.peers import Nodes, make_nodes, serving
 
@@ -116,6 +118,58 @@ def test_what_is_discarded_while_it_is_sent_is_not_kept(
     assert os.listdir(keeper.directory) == []
     assert copy(tmp_path / "one", nodes.sender).key == key  # it is not refused for ever
     assert names(keeper) == ["one"]
+
+
+@pytest.mark.parametrize("note", ["damaged", "of a later version", "a link", "refused"])
+def test_nothing_goes_while_one_cannot_be_read(
+    nodes: Nodes,
+    keeper: Copies,
+    tmp_path: Path,
+    arena: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    note: str,
+) -> None:
+    """It may be built on any of the others, which are of use meanwhile."""
+    stored = make_local(tmp_path / "old", arena)
+    make_local(tmp_path / "child", arena, ("A", "C"), parent=stored)
+    child = copy(tmp_path / "child", nodes.sender, replaces=False).key
+    (old,) = [one.key for one in keeper.all() if one.name == "old"]
+    (new, *_), place = make_three(nodes, tmp_path, arena), keeper.directory / child / NOTE
+    before, whole = sorted(os.listdir(keeper.directory)), place.read_bytes()
+    assert nodes.sender.peer is not None
+    with monkeypatch.context() as patched:
+        if note == "refused":
+            patched.setattr(copies, "open_regular", refusing(place))
+        elif note == "a link":
+            place.unlink()
+            place.symlink_to("/dev/null")
+        else:
+            place.write_bytes(whole[:-3] if note == "damaged" else whole[:-2] + b', "x": 1}')
+        drop_older(nodes.sender.peer, nodes.sender, new)
+        assert f"stay: the copy {child} cannot be told: {place} cannot be read" in caplog.text
+        with pytest.raises(PeerError, match=f"copy {child} cannot be told.* remove {place.parent}"):
+            discard(nodes.sender.peer, nodes.sender, old)
+        assert sorted(os.listdir(keeper.directory)) == before
+        assert child not in [one.key for one in keeper.all()]
+        found = [one.key for one in list_copies(nodes.sender.peer, nodes.sender)]
+        assert old in found and new in found and child not in found
+    place.unlink()
+    place.write_bytes(whole)
+    with pytest.raises(PeerError, match=f"the copy {child} is built on {old}"):
+        discard(nodes.sender.peer, nodes.sender, old)
+    place.unlink()  # what has no note is no copy
+    discard(nodes.sender.peer, nodes.sender, old)
+    assert old not in os.listdir(keeper.directory)
+
+
+def refusing(refused: Path) -> Callable[..., Any]:
+    def opened(path: Path, *more: int) -> Any:
+        if path == refused:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return open_regular(path, *more)
+
+    return opened
 
 
 def test_one_that_cannot_be_removed_holds_up_no_other(

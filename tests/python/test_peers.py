@@ -272,6 +272,7 @@ def test_what_cannot_be_copied(nodes: Nodes, keeper: Copies, tmp_path: Path, are
         copy(tmp_path / "1", nodes.sender)
     assert keeper.all() == []
     made = make_link(tmp_path / "durable", {7: memory_of(["A"])})
+    write_inventory(tmp_path / "durable", "gpustasis")
     with pytest.raises(ImageError, match="of another checkpoint"):
         copy(tmp_path / "durable", nodes.sender)
     write_inventory(tmp_path / "durable", f"checkpoint-{made.checkpoint_id.hex()}")

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from gpustasis import process
 from gpustasis._core import ImageReader, MemoryKind, image_name
-from gpustasis.agent import containers
+from gpustasis.agent import containers, criu_alone
 from gpustasis.agent.config import Config
 from gpustasis.agent.left_logs import dump_has_begun
 from gpustasis.agent.operations import Operation, State
@@ -88,8 +88,8 @@ def settle(operation: Operation, config: Config, stopped: Callable[[], bool]) ->
 
 def _why_not_done(operation: Operation, config: Config, place: Path) -> str:
     """Why what is in `place` does not count as the checkpoint that was asked for; "": it does."""
-    if read_entry(place).incomplete:
-        return "there is no whole checkpoint"
+    if read_entry(place).incomplete and (why_not := criu_alone.why_not_whole(place)):
+        return why_not
     if not operation.stop and not _is_same(operation):
         # The agent would have looked at once. Now whatever had its pid may be what was dumped.
         return f"{operation.subject} has ended: whether {place} is of it cannot be told"

@@ -26,6 +26,7 @@ from gpustasis.errors import CheckpointError
 from gpustasis.image.arena import find_marker, is_images_of
 from gpustasis.image.directory import is_there
 from gpustasis.image.store import Entry
+from gpustasis.image.verification import is_of_criu_alone
 from gpustasis.task import boot_id
 
 log = logging.getLogger(__name__)
@@ -57,6 +58,8 @@ def is_broken_off(entry: Entry) -> bool:
     try:
         named = any(is_there(place / name) for name in (MANIFEST_NAME, SEALED_NAME))
         if named and is_there(place / INVENTORY_NAME):
+            return False
+        if is_of_criu_alone(place):
             return False
         marker = find_marker(place)
         if marker is None or _is_of_earlier_boot(marker):

@@ -279,7 +279,8 @@ class Queue:
                 # Of a container the processes are known only now.
                 free = not any(one.pids & job.pids for one in others if one.claim is not _NOTHING)
                 claims = [one.claim for one in others]
-                claimed = Need(sum(one.memory for one in claims), sum(one.disk for one in claims))
+                disk = sum(one.disk for one in claims) + self._to_drain()
+                claimed = Need(sum(one.memory for one in claims), disk)
                 why_not = space.why_not(need, claimed, self._config)
                 if free and not why_not:
                     job.claim = need
@@ -303,11 +304,24 @@ class Queue:
             self._changed.notify_all()
         return refused
 
+    def _to_drain(self, uid: int | None = None) -> int:
+        """Bytes, at most, that checkpoints which are in memory are still to take on the disk,
+        beside what they have there. uid: of those that this user has asked for, of no target."""
+        return sum(
+            max(0, one.figures.size_bytes - disk_used(Path(one.place)))
+            for one in self.known()
+            if one.figures is not None
+            and one.figures.tier == Tier.LOCAL.value
+            and (uid is None or (one.uid == uid and not one.target))
+        )
+
     def _why_over(self, operation: Operation, disk: int, beside: int = 0) -> str:
         """Why one that takes so much is more than its user may have; "": it is not. beside: what
         those of the user that are at work may take."""
         if operation.uid == _ROOT:
             return ""
+        # First: what is drained in between counts twice, which is better than not at all.
+        beside += self._to_drain(operation.uid)
         used = disk_used(self._config.store / REQUESTED / str(operation.uid)) + beside
         if used + disk <= self._config.disk_per_user:
             return ""

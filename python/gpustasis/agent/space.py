@@ -117,7 +117,8 @@ def require_own_way(place: Path) -> None:
 
 
 def why_not(need: Need, claimed: Need, config: Config) -> str:
-    """Why it does not fit beside what those at work have claimed; "": it fits."""
+    """Why it does not fit beside what has been claimed: by those at work, and of the disk by what
+    is to be drained; "": it fits."""
     memory = available_memory() - claimed.memory - config.memory_reserve
     if need.memory > memory:
         return (
@@ -128,6 +129,7 @@ def why_not(need: Need, claimed: Need, config: Config) -> str:
     if need.disk > disk:
         return (
             f"it needs up to {mib(need.disk)} in {config.store}, and {mib(max(disk, 0))} are free "
-            f"beyond disk_reserve ({mib(config.disk_reserve)}) and what is at work"
+            f"beyond disk_reserve ({mib(config.disk_reserve)}), what is at work and what is to be "
+            "drained"
         )
     return ""

@@ -10,29 +10,29 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
 import gpustasis
-from gpustasis.agent import containers
+from gpustasis.agent import containers, criu_alone
 from gpustasis.agent.config import Config, Target
 from gpustasis.agent.in_memory import is_broken_off, why_not_given_up
+from gpustasis.agent.measured import figures_of
 from gpustasis.agent.operations import Figures, Operation
-from gpustasis.agent.space import disk_used
 from gpustasis.agent.subjects import Held, require_all_of, require_not_ours, tree_pids
 from gpustasis.answering import ANSWER_S, TimedOutError, answer_within
-from gpustasis.criu.images import dump_figures
 from gpustasis.criu.run import Run
+from gpustasis.draining.drain import can_be_drained
+from gpustasis.draining.syncing import make_durable
 from gpustasis.dump_records import alone_with, find_begun, find_dropped
 from gpustasis.errors import AgentError, CheckpointError
 from gpustasis.files import open_own_directory
-from gpustasis.image.arena import tier_of
+from gpustasis.image.arena import Tier
 from gpustasis.image.directory import try_exclude
 from gpustasis.image.store import read_entry, read_store
-from gpustasis.image.verification import verify_directory
+from gpustasis.image.verification import is_of_criu_alone, verify_directory
 from gpustasis.jobs.cuda import load_driver
 from gpustasis.recovery import GUARDIAN_COMM, WORKER_COMM
 from gpustasis.streaming.dumping import TICK_S, Dumping
@@ -42,13 +42,11 @@ log = logging.getLogger(__name__)
 
 CRIU = ("criu", "ld-linux-x86-64")  # by its name, or that of the loader of its root
 _LOGS = "*.log"  # CRIU's
-_STATISTICS = "stats-dump"  # CRIU's
 _END_S = 60.0  # for criu to end a job that it was told to end
 _REFILL_S = 30.0  # for the plugin to put memory back
 _ASK_S = 20.0  # for the driver to say of all processes of a tree who runs
 _MOST_NAMED = 64
 _MOST_RUNNING = 1024  # of the processes of a tree, so that the record can be read again
-_PAGE = os.sysconf("SC_PAGE_SIZE")
 REQUESTED, TARGETS = "users", "targets"  # directories of the store
 
 
@@ -164,8 +162,10 @@ class Work:
                 left = "" if remove_failed(images) else f", but for what is in use in {images}"
                 raise AgentError(f"while it was dumped: {exc}; it was removed{left}") from exc
         self.made = True
+        if in_memory:
+            _sync_what_is_not(images)
         verified = self._verify(images)
-        return _figures(done, images, time.monotonic() - begin, parent is not None, verified)
+        return figures_of(done, images, time.monotonic() - begin, parent is not None, verified)
 
     def _note_running(self, pid: int) -> None:
         """Write down who runs, for the agent that comes after one that was killed together with its
@@ -231,19 +231,22 @@ class Work:
 
     def _parent(self) -> Path | None:
         """The last checkpoint of the same process, if it is still there, and whole. Only one in the
-        same directory: there it is kept for as long as one that is built on it."""
+        same directory: there it is kept for as long as one that is built on it. Not one that can
+        never be drained: what is built on that cannot be, either."""
         if self.target is None or not self.target.max_chain or self.last is None:
             return None
         place = Path(self.last.place)
         if place.parent != self._directory():
             return None
-        return None if read_entry(place).incomplete else place
+        entry = read_entry(place)
+        if entry.incomplete:
+            return None
+        return place if entry.tier is Tier.DURABLE or can_be_drained(place) else None
 
     def _verify(self, images: Path) -> bool:
         if self.target is None or not self.target.verify:
             return False
-        require_whole(images, keep=self.operation.stop)
-        return True
+        return require_whole(images, keep=self.operation.stop)
 
     def discard(self) -> None:
         """After a failure: remove what it has written, but for CRIU's log, if nobody needs it: it
@@ -270,6 +273,11 @@ class Work:
         failed."""
         keep = self.config.keep_last if self.target is None else self.target.keep_last
         try:
+            at_work = {*self.not_over()} - {Path(self.operation.place)}
+            old, keep = criu_alone.choose(directory, keep, at_work)
+            for place in old:
+                if not find_users(place, *CRIU):
+                    criu_alone.put_aside(place)
             gpustasis.prune(directory, keep_last=keep)
             self._remove_others(directory)
         except (CheckpointError, OSError) as exc:
@@ -321,13 +329,15 @@ def driver_state(pid: int, seconds: float = ANSWER_S) -> str:
         return answer_within(seconds, f"GetState on process {pid}", ask).name.lower()
 
 
-def require_whole(images: Path, *, keep: bool) -> None:
+def require_whole(images: Path, *, keep: bool) -> bool:
     """Read all of a checkpoint, and raise AgentError unless it is whole. A damaged one is removed:
     it must not count as one of the last that are kept. What cannot be read now stays: it may be
     right, and in memory alone. keep: so does the only one of a job that has ended: what is right in
-    it may be of use."""
+    it may be of use. Whether it was read: nothing tells what is right where CRIU has all."""
     damage: list[str] = []
     try:
+        if is_of_criu_alone(images):
+            return False
         problems = verify_directory(images).problems
         if problems:  # once more: it may be the only copy, and a medium may answer wrongly once
             verify_directory(images, damage=damage)
@@ -341,6 +351,18 @@ def require_whole(images: Path, *, keep: bool) -> None:
             f"whether the checkpoint in {images} is whole cannot be told: {problems[0]}; it was "
             "left there"
         )
+    return True
+
+
+def _sync_what_is_not(images: Path) -> None:
+    """Of what was to go into memory first, and has nothing there: CRIU has all, and nobody drains
+    it. Raises AgentError."""
+    try:
+        if is_of_criu_alone(images):
+            make_durable(images)
+    except OSError as exc:
+        left = "it was removed" if remove_failed(images) else "it was left there"
+        raise AgentError(f"the checkpoint in {images} cannot be synced: {exc}; {left}") from exc
 
 
 def remove_failed(directory: Path, *, keep_log: bool = False) -> bool:
@@ -367,26 +389,3 @@ def remove_failed(directory: Path, *, keep_log: bool = False) -> bool:
         if not keep_log or not any(directory.iterdir()):
             shutil.rmtree(directory, ignore_errors=True)
     return not directory.exists()
-
-
-def _figures(
-    done: Run, images: Path, duration_s: float, incremental: bool, verified: bool
-) -> Figures:
-    statistics = done.statistics
-    criu: dict[str, int] = {}
-    with suppress(OSError):
-        criu = dump_figures((images / _STATISTICS).read_bytes())
-    gpu = 0 if statistics is None else statistics.staged_bytes
-    cpu = 0 if statistics is None else sum(one.plain_bytes for one in statistics.cpu_memory)
-    stood = [criu[name] for name in ("freezing_time", "frozen_time") if name in criu]
-    return Figures(
-        duration_s=duration_s,
-        downtime_s=sum(stood) / 1e6 if stood else None,
-        size_bytes=gpu + cpu + criu.get("pages_written", 0) * _PAGE,
-        stored_bytes=disk_used(images),
-        gpu_bytes=gpu,
-        incremental=incremental and not (statistics is not None and statistics.full_because),
-        emulated=statistics is not None and statistics.emulated,
-        verified=verified,
-        tier=tier_of(images).value,
-    )

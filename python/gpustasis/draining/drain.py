@@ -30,8 +30,8 @@ from gpustasis._core import (
     write_manifest,
 )
 from gpustasis.criu.images import INVENTORY_NAME
-from gpustasis.draining.recycle import arena_of, note_over, recycle
-from gpustasis.draining.syncing import opened_to_sync, require_synced, sync_noted
+from gpustasis.draining.recycle import UNSYNCED, arena_of, recycle
+from gpustasis.draining.syncing import opened_to_sync, require_synced, sync_name, sync_noted
 from gpustasis.errors import CheckpointError, ImageError, LocalError
 from gpustasis.files import sync_directory
 from gpustasis.image.arena import (
@@ -39,6 +39,7 @@ from gpustasis.image.arena import (
     find_marker,
     is_images_of,
     is_inventory_of,
+    note_over,
     note_renamed,
     stored_directory,
 )
@@ -118,6 +119,23 @@ def local_parent(directory: Path) -> Path | None:
     return None if is_there(parent / MANIFEST_NAME) else parent
 
 
+def can_be_drained(directory: Path) -> bool:
+    """Whether the local checkpoint in `directory` may become durable: neither it nor what is to be
+    drained before it was given up, is lost, or has a file that could not be synced."""
+    at: Path | None = directory
+    try:
+        while at is not None:
+            arena = stored_directory(at)
+            if arena == at:  # it was drained meanwhile, or its marker is gone
+                return is_there(at / MANIFEST_NAME)
+            if is_there(arena / UNSYNCED):
+                return False
+            at = local_parent(at)
+    except CheckpointError:
+        return False
+    return True
+
+
 def owner_of(arena: Path) -> Path:
     """The image directory of a checkpoint in an arena, found to be the one of its dump. To drain it
     by a new name notes that, unless it is durable: then it is looked for beside its old name.
@@ -170,26 +188,28 @@ def _drain_opened(
     with locked(directory) as is_marked:
         if not is_marked:
             return (0, 0, 0, _durable(directory).checkpoint_id)
-        marker = find_marker(directory)
-        done = (0, 0, 0)
-        if not is_there(directory / MANIFEST_NAME):
-            if marker is None:  # it has no content: a dump syncs none
+        # To the end: once it has a manifest it may be pruned, and nobody else knows of its memory.
+        with shared((directory,)):
+            marker = find_marker(directory)
+            done = (0, 0, 0)
+            if not is_there(directory / MANIFEST_NAME):
+                if marker is None:  # it has no content: a dump syncs none
+                    raise ImageError(
+                        f"the checkpoint in {directory} was never drained, and it is lost with the "
+                        f"last boot: {ARENA_MARKER} there is empty, as after a loss of power"
+                    )
+                done = _write(directory, rate, threads, compress, on_progress)
+            # Else a drain was killed between its last steps.
+            checkpoint_id = _durable(directory).checkpoint_id
+            if marker is not None and marker.checkpoint_id != checkpoint_id:
                 raise ImageError(
-                    f"the checkpoint in {directory} was never drained, and it is lost with the "
-                    f"last boot: {ARENA_MARKER} there is empty, as after a loss of power"
+                    f"{directory}: {ARENA_MARKER} is of another checkpoint than the manifest"
                 )
-            done = _write(directory, rate, threads, compress, on_progress)
-        # Else a drain was killed between its last steps.
-        checkpoint_id = _durable(directory).checkpoint_id
-        if marker is not None and marker.checkpoint_id != checkpoint_id:
-            raise ImageError(
-                f"{directory}: {ARENA_MARKER} is of another checkpoint than the manifest"
-            )
-        with _writing(directory):
-            (directory / ARENA_MARKER).unlink()
-            sync_directory(directory)
-            if marker is not None:
-                note_over(directory, marker)
+            with _writing(directory):
+                if marker is not None:
+                    note_over(directory, marker)
+                (directory / ARENA_MARKER).unlink()
+                sync_directory(directory)
     if marker is not None and (arena := arena_of(marker)) is not None:
         recycle(arena)
     return (*done, checkpoint_id)
@@ -209,7 +229,7 @@ def _write(
 ) -> tuple[int, int, int]:
     arena = stored_directory(directory)
     owner = require_own(directory, arena)
-    with shared((directory, arena)):
+    with shared((arena,)):
         manifest = finished_manifest(directory, arena)
         parent = _parent_of(directory, manifest)
         total = _memory_of(arena, manifest)
@@ -294,10 +314,9 @@ def _memory_of(arena: Path, manifest: Manifest) -> int:
 def sync_files(
     directory: Path, arena: Path, written: Container[str] = (), but: Container[str] = ()
 ) -> None:
-    """What criu has written, it has not synced; nor the name of its directory, which whoever
-    started it may have made a moment ago. written: names of what the drain has written, as the next
-    one does again. but: names of what is no part of the checkpoint. Raises OSError; ImageError if
-    another file cannot be synced."""
+    """What criu has written, it has not synced; nor the name of its directory. written: names of
+    what the drain has written, as the next one does again. but: names of what is no part of the
+    checkpoint. Raises OSError; ImageError if another file cannot be synced."""
     of_criu = []
     with os.scandir(directory) as items:
         for item in items:
@@ -310,10 +329,7 @@ def sync_files(
                 of_criu.append(item.name)
     sync_noted(directory, arena, of_criu)
     sync_directory(directory)
-    try:
-        sync_directory(directory / "..")
-    except PermissionError:
-        os.sync()  # who may not read the directory above it cannot have that synced alone
+    sync_name(directory)
 
 
 @contextmanager

@@ -8,10 +8,8 @@ from pathlib import Path
 
 from gpustasis._core import MANIFEST_NAME, ArenaOwner, read_manifest
 from gpustasis.criu.images import INVENTORY_NAME
-from gpustasis.image.arena import images_of, is_inventory_of, own_marker
+from gpustasis.image.arena import OVER, images_of, is_inventory_of, own_marker
 from gpustasis.image.directory import is_there
-
-OVER = ".over"  # drained or given up: its image directory may hold another one by now
 
 
 def is_over(directory: Path, owner: ArenaOwner) -> bool:

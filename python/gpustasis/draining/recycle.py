@@ -16,8 +16,7 @@ import os
 import re
 import stat
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,12 +29,18 @@ from gpustasis._core import (
     list_checkpoint_records,
     list_drop_records,
     read_arena_owner,
-    require_arena,
 )
-from gpustasis.draining.over import OVER, is_over
+from gpustasis.draining.over import is_over
 from gpustasis.errors import CheckpointError, ImageError, UnsupportedError
-from gpustasis.image.arena import images_of, is_images_of, own_marker
-from gpustasis.image.directory import is_there, share, try_exclude
+from gpustasis.image.arena import (
+    OVER,
+    images_of,
+    is_images_of,
+    marked_directory,
+    opened_arena,
+    own_marker,
+)
+from gpustasis.image.directory import is_there, try_exclude
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +55,7 @@ _ID = re.compile(r"[0-9a-f]{32}")
 # A dump writes the owner a moment after it has made the directory: one that is older is nobody's.
 _MAKING_S = 300.0
 _ERRORS = (OSError, ValueError, NotImplementedError, CheckpointError)
+_NO_CHECKPOINT = (None, errno.ENOENT, errno.ENOTDIR, errno.ELOOP)  # None: it has no owner
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +157,7 @@ def recycle(arena: Path) -> list[Path]:
     freed: list[Path] = []
     failed: set[str] = set()
     try:
-        with _opened(arena) as inside:
+        with opened_arena(arena) as inside:
             while names := _recycle_once(inside, arena, failed):
                 freed += [arena / name for name in names]
     except _ERRORS as exc:
@@ -163,7 +169,7 @@ def arena_of(marker: ArenaMarker) -> Path | None:
     """The arena of the directory that a marker names, to be recycled. Anybody can have written the
     marker: None if its checkpoint is not there, as stored_directory() wants it."""
     try:
-        with _marked(marker) as inside:
+        with marked_directory(marker) as inside:
             return inside.resolve().parent
     except FileNotFoundError:
         return None  # somebody was faster
@@ -172,30 +178,27 @@ def arena_of(marker: ArenaMarker) -> Path | None:
         return None
 
 
-def note_over(images: Path, marker: ArenaMarker) -> bool:
-    """Write down in that directory that its checkpoint is drained or given up, and the marker gone:
-    somebody may read it, or need it, when it could be recycled. Without the note it stays as long
-    as the image directory does not say so itself.
-
-    images: where the marker was, by descriptor. A copy of an image directory has the marker too,
-    and so may anything that others made: only the directory of the dump itself says that its
-    checkpoint is over. False: it was not written down."""
-    with suppress(*_ERRORS), _marked(marker) as inside:
-        if is_images_of(images, read_arena_owner(inside)):
-            with share(inside):  # who has it alone could not remove it with a new file in it
-                (inside / OVER).touch(mode=0o600)
-            return True
-    return False
-
-
-@contextmanager
-def _marked(marker: ArenaMarker) -> Iterator[Path]:
-    """That directory, as _opened. Raises as _ERRORS if it is another checkpoint's."""
-    with _opened(Path(marker.directory)) as inside:
-        owner = read_arena_owner(inside)
-        if (owner.checkpoint_id, owner.boot_id) != (marker.checkpoint_id, marker.boot_id):
-            raise ImageError(f"{marker.directory} is of another checkpoint")
-        yield inside
+def require_no_child(images: Path, marker: ArenaMarker) -> None:
+    """Raise CheckpointError if another checkpoint is built on what `marker`, which was found in
+    `images`, names: that one could not be drained any more. Nothing needs a copy of an image
+    directory, nor what leads to no checkpoint: anybody can have written the marker."""
+    try:
+        with marked_directory(marker) as inside:
+            if not is_images_of(images, read_arena_owner(inside)):
+                return
+            arena = inside / ".."
+            why = _why_needed(arena / Path(marker.directory).name, _children(arena))
+    except (ValueError, CheckpointError):
+        return
+    except (OSError, NotImplementedError) as exc:
+        if isinstance(exc, OSError) and exc.errno in _NO_CHECKPOINT:
+            return
+        raise CheckpointError(
+            f"whether another checkpoint is built on what is in {marker.directory} cannot be told: "
+            f"{exc}"
+        ) from exc
+    if why:
+        raise CheckpointError(f"{marker.directory} cannot be given up: {why}")
 
 
 def give_up(directory: Path) -> None:
@@ -203,7 +206,7 @@ def give_up(directory: Path) -> None:
     directory is where it was. Raises ImageError if it is no such directory; CheckpointError if
     another checkpoint or a process needs it, or somebody is at work there."""
     try:
-        with _opened(directory.parent) as inside:
+        with opened_arena(directory.parent) as inside:
             _give_up(inside, directory)
     except NotImplementedError as exc:
         raise UnsupportedError(str(exc)) from exc
@@ -232,22 +235,6 @@ def _give_up(inside: Path, directory: Path) -> None:
             text = f"{owner.images} is locked: a dump or a drain is at work"
             raise CheckpointError(text) from exc
         _empty(inside, place, owner, size_of(place))
-
-
-@contextmanager
-def _opened(arena: Path) -> Iterator[Path]:
-    """The arena, or a directory in it, by a path that leads through a descriptor: whoever may write
-    beside it cannot put another in its place. Raises OSError, ValueError if it is no such one."""
-    fd = os.open(arena, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        inside = Path(f"/proc/self/fd/{fd}")
-        try:
-            require_arena(inside)
-        except ValueError as exc:
-            raise ValueError(str(exc).replace(str(inside), str(arena))) from exc
-        yield inside
-    finally:
-        os.close(fd)
 
 
 def _recycle_once(inside: Path, arena: Path, failed: set[str]) -> list[str]:
@@ -318,6 +305,12 @@ def _needs(inside: Path) -> Needs:
     for record in (*list_drop_records(), *list_checkpoint_records()):
         why = f"it holds memory of process {record.pid}, whose dump was broken off"
         found[record.device, record.inode] = why
+    return found | _children(inside)
+
+
+def _children(inside: Path) -> Needs:
+    """The same, of what is built on what alone. Raises OSError."""
+    found: Needs = {}
     for name in _names_in(inside):
         link = inside / name / PARENT_LINK
         try:

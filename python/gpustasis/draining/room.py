@@ -32,8 +32,8 @@ from gpustasis.draining.recycle import (
     give_up,
     is_name,
     look_into,
-    note_over,
     recycle,
+    require_no_child,
     size_of,
 )
 from gpustasis.errors import CheckpointError, ImageError, UnsupportedError
@@ -42,6 +42,7 @@ from gpustasis.image.arena import (
     by_descriptor,
     find_marker,
     images_of,
+    note_over,
     own_marker,
     tier_of,
 )
@@ -200,8 +201,8 @@ def discard(checkpoint: Path, arena: Path = ARENA) -> Path:
 
     checkpoint: its image directory; if that is gone, its directory in an arena, or the name of that
     in `arena`, which is the checkpoint's id in hex. Raises ImageError if it is durable or there is
-    none; CheckpointError if a drain or its dump is at work, and of a directory in an arena if
-    another checkpoint, or a process, needs what is in it.
+    none; CheckpointError if a drain or its dump is at work, or another checkpoint is built on it;
+    and of a directory in an arena if a process needs what is in it.
     """
     kept = _in_arena(checkpoint, arena)
     if kept is not None:
@@ -242,6 +243,7 @@ def _give_up_marker(checkpoint: Path) -> tuple[ArenaMarker, bool]:
                 raise CheckpointError(f"{path} was replaced a moment ago: a dump is at work")
             if is_there(checkpoint / MANIFEST_NAME):
                 raise ImageError(f"{checkpoint} was drained a moment ago: it is durable")
+            require_no_child(checkpoint, marker)
             own.unlink()
             is_noted = note_over(checkpoint, marker)
     except BlockingIOError as exc:

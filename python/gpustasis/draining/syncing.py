@@ -14,7 +14,7 @@ from pathlib import Path
 
 from gpustasis.draining.recycle import SYNCING, UNSYNCED
 from gpustasis.errors import ImageError
-from gpustasis.files import open_new
+from gpustasis.files import open_new, sync_directory
 from gpustasis.image.checkpoint import image_errors
 from gpustasis.image.directory import is_there
 
@@ -27,6 +27,42 @@ def opened_to_sync(path: Path) -> Iterator[int]:
         yield fd
     finally:
         os.close(fd)
+
+
+def make_durable(directory: Path) -> None:
+    """Sync all files of a checkpoint that has none in an arena, and their names: criu syncs
+    nothing. Raises OSError."""
+    try:
+        with os.scandir(directory) as items:
+            for item in items:
+                if not item.is_file(follow_symlinks=False):
+                    continue
+                with suppress(FileNotFoundError), opened_to_sync(Path(item.path)) as fd:
+                    os.fsync(fd)  # the end of a drain removes its marker
+    except PermissionError:  # who may not read a file can have it synced with all others
+        with _opened(directory) as fd:
+            _sync_file_system(fd)
+    sync_directory(directory)
+    sync_name(directory)
+
+
+def require_on_disk(directory: Path) -> None:
+    """As make_durable. Raises ImageError."""
+    try:
+        make_durable(directory)
+    except OSError as exc:
+        raise ImageError(
+            f"{directory} could not be synced: it may not be what was dumped, whatever a later "
+            f"sync says: {exc}"
+        ) from exc
+
+
+def sync_name(directory: Path) -> None:
+    """Whoever started criu may have made the directory a moment ago. Raises OSError."""
+    try:
+        sync_directory(directory / "..")
+    except PermissionError:
+        os.sync()  # who may not read the directory above it cannot have that synced alone
 
 
 def require_synced(directory: Path, arena: Path) -> None:
@@ -61,12 +97,19 @@ def _sync_one(file: Path, arena: Path) -> None:
 def _require_no_error(directory: Path, arena: Path) -> None:
     """A drain was killed while it synced, and may have been told of an error. Whoever syncs a whole
     file system is told as well, of any file, if nobody has been so since: Linux 5.8."""
+    with _opened(directory) as fd:
+        try:
+            _sync_file_system(fd)
+        except OSError as exc:
+            _note_unsynced(arena, "")
+            raise _unsynced(directory) from exc
+
+
+@contextmanager
+def _opened(directory: Path) -> Iterator[int]:
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        _sync_file_system(fd)
-    except OSError as exc:
-        _note_unsynced(arena, "")
-        raise _unsynced(directory) from exc
+        yield fd
     finally:
         os.close(fd)
 

@@ -4,18 +4,23 @@ disk."""
 
 from __future__ import annotations
 
+import logging
 import time
+from functools import cache
 from pathlib import Path
 
 from gpustasis._core import ARENA_OWNER, MANIFEST_NAME, read_manifest
 from gpustasis.criu.images import INVENTORY_NAME, inventory_plugins
 from gpustasis.draining.drain import finished_manifest
 from gpustasis.draining.room import dump_is_at_work
+from gpustasis.draining.syncing import require_on_disk
 from gpustasis.errors import ImageError
 from gpustasis.image.arena import Tier, find_marker, is_inventory_of, stored_directory
 from gpustasis.image.checkpoint import image_errors, is_sealed
 from gpustasis.image.directory import is_there
 from gpustasis.image.peer_record import PeerRecord, find_peer_record
+
+log = logging.getLogger(__name__)
 
 _POLL_S = 0.05
 _PLUGIN_PREFIX = "checkpoint-"  # src/cuda_plugin/inventory_names.hpp
@@ -26,8 +31,9 @@ def wait_for(
 ) -> Tier | None:
     """What the checkpoint in `directory` is as soon as it is `wanted` (durable counts as local), or
     after `timeout_s` seconds; None there: its dump into memory has not ended. on_peer: as soon as a
-    neighbour has a copy will do too. timeout_s None: it is waited for without end. Raises
-    ImageError if there is none, its dump was broken off, or it is lost."""
+    neighbour has a copy will do too. timeout_s None: it is waited for without end. What is durable
+    is synced first: of a dump that went to the disk nobody may have done that. Raises ImageError if
+    there is none, its dump was broken off, it is lost, or a file cannot be synced."""
     end = None if timeout_s is None else time.monotonic() + timeout_s
     while True:
         found = _state(directory)
@@ -35,16 +41,30 @@ def wait_for(
         will_do = found == Tier.LOCAL and (
             wanted == Tier.LOCAL or (on_peer and peer_of(directory) is not None)
         )
-        if late or found == Tier.DURABLE or will_do:
+        if found == Tier.DURABLE:
+            require_on_disk(directory)
+            return found
+        if late or will_do:
             return found
         time.sleep(_POLL_S)
 
 
 def peer_of(directory: Path) -> PeerRecord | None:
-    """Of the local checkpoint in `directory`: where a neighbour has a copy. None: none has, or the
-    checkpoint is not local any more."""
+    """Of the local checkpoint in `directory`: where a neighbour has a copy. None: none has, or that
+    cannot be read, or the checkpoint is not local any more."""
     marker = find_marker(directory)
-    return None if marker is None else find_peer_record(directory, marker.checkpoint_id)
+    if marker is None:
+        return None
+    try:
+        return find_peer_record(directory, marker.checkpoint_id)
+    except ImageError as exc:
+        _warn_once(str(exc))
+        return None
+
+
+@cache
+def _warn_once(unread: str) -> None:
+    log.warning("whether a neighbour has a copy cannot be told: %s", unread)
 
 
 def _state(directory: Path) -> Tier | None:

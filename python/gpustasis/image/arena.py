@@ -19,7 +19,9 @@ from gpustasis._core import ARENA_MARKER, ARENA_OWNER, ArenaMarker, ArenaOwner, 
 from gpustasis.criu.images import inventory_plugins
 from gpustasis.errors import CheckpointError, ImageError, LocalError, UnsupportedError
 from gpustasis.files import open_new
-from gpustasis.image.directory import is_there
+from gpustasis.image.directory import is_there, share
+
+OVER = ".over"  # drained or given up: its image directory may hold another one by now
 
 
 class Tier(StrEnum):
@@ -140,6 +142,52 @@ def is_inventory_of(images: Path, manifest: Manifest) -> bool:
     there are images of ours (src/cuda_plugin/inventory_names.hpp). Raises ImageError."""
     is_ours = any(task.externalized for task in manifest.tasks)
     return not is_ours or f"checkpoint-{manifest.checkpoint_id.hex()}" in inventory_plugins(images)
+
+
+@contextmanager
+def opened_arena(arena: Path) -> Iterator[Path]:
+    """The arena, or a directory in it, by a path that leads through a descriptor: whoever may write
+    beside it cannot put another in its place. Raises OSError, ValueError if it is no such one."""
+    fd = os.open(arena, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        inside = Path(f"/proc/self/fd/{fd}")
+        try:
+            _core.require_arena(inside)
+        except ValueError as exc:
+            raise ValueError(str(exc).replace(str(inside), str(arena))) from exc
+        yield inside
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def marked_directory(marker: ArenaMarker) -> Iterator[Path]:
+    """The directory in an arena that a marker names, as opened_arena. Raises ImageError if it is of
+    another checkpoint; OSError, ValueError, NotImplementedError."""
+    with opened_arena(Path(marker.directory)) as inside:
+        owner = _core.read_arena_owner(inside)
+        if (owner.checkpoint_id, owner.boot_id) != (marker.checkpoint_id, marker.boot_id):
+            raise ImageError(f"{marker.directory} is of another checkpoint")
+        yield inside
+
+
+def note_over(images: Path, marker: ArenaMarker) -> bool:
+    """Write down in that directory that its checkpoint is drained or given up: somebody may read
+    it, or need it, when it could be recycled. Without the note it stays as long as the image
+    directory does not say so itself.
+
+    images: where the marker is, or was. A copy of an image directory has the marker too, and so may
+    anything that others made: only the directory of the dump itself says that its checkpoint is
+    over. False: it was not written down."""
+    with (
+        suppress(OSError, ValueError, NotImplementedError, CheckpointError),
+        marked_directory(marker) as inside,
+    ):
+        if is_images_of(images, _core.read_arena_owner(inside)):
+            with share(inside):  # who has it alone could not remove it with a new file in it
+                (inside / OVER).touch(mode=0o600)
+            return True
+    return False
 
 
 def note_renamed(directory: Path, images: Path) -> None:

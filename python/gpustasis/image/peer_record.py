@@ -33,8 +33,10 @@ class PeerRecord:
 
 
 def write_peer_record(directory: Path, record: PeerRecord) -> None:
-    """Raises OSError."""
+    """Raises OSError, also if nobody could read it again: it is too long."""
     raw = json.dumps({"version": _VERSION, **asdict(record)}).encode() + b"\n"
+    if len(raw) > _LIMIT:
+        raise OSError(f"it would have {len(raw)} bytes, and no more than {_LIMIT} are read")
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         replace_file(fd, PEER_RECORD, raw, 0o600)

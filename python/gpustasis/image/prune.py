@@ -17,7 +17,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from enum import StrEnum
@@ -25,7 +25,7 @@ from pathlib import Path
 
 from gpustasis.errors import CheckpointError, ImageError
 from gpustasis.files import sync_directory
-from gpustasis.image.arena import Tier
+from gpustasis.image.arena import Tier, find_marker, note_over
 from gpustasis.image.directory import DirectoryLock, try_exclude
 from gpustasis.image.store import (
     Entry,
@@ -303,6 +303,7 @@ def _children_first(entries: Mapping[str, Entry], needs: Mapping[str, set[str]])
 
 def _remove(store: Path, entry: Entry) -> None:
     trash = entry.directory
+    _note_over(entry.directory)
     try:
         if not is_trash(entry.name):
             trash = store / trash_name()
@@ -311,3 +312,12 @@ def _remove(store: Path, entry: Entry) -> None:
         shutil.rmtree(trash)
     except OSError as exc:
         raise CheckpointError(f"cannot remove {entry.directory}: {exc}") from exc
+
+
+def _note_over(directory: Path) -> None:
+    """A drain that was killed when the checkpoint was durable has left its memory: without the
+    directory nobody could tell that it is needed no more."""
+    with suppress(CheckpointError):
+        marker = find_marker(directory)
+        if marker is not None:
+            note_over(directory, marker)

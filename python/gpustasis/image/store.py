@@ -6,6 +6,7 @@ which of it needs which.
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import re
 import secrets
@@ -26,7 +27,7 @@ from gpustasis._core import (
 from gpustasis.criu.images import INVENTORY_NAME
 from gpustasis.criu.images import PARENT_LINK as CRIU_PARENT_LINK
 from gpustasis.errors import CheckpointError, ImageError, UnsupportedError
-from gpustasis.image.arena import Tier, stored_directory
+from gpustasis.image.arena import Tier, is_inventory_of, stored_directory
 from gpustasis.image.checkpoint import (
     NO_PARENT,
     State,
@@ -41,6 +42,8 @@ from gpustasis.image.checkpoint import (
 from gpustasis.image.directory import is_directory, is_file, is_there
 from gpustasis.image.peer_record import find_peer_record
 from gpustasis.image.sealed_entry import SealedEntry, find_sealed, why_unknown
+
+log = logging.getLogger(__name__)
 
 # Refusals that say nothing of what is there: a disk or a server that does not answer now, this
 # process out of something, or not let in.
@@ -153,7 +156,7 @@ class Listed:
     """An entry, and what its images say. memory_bytes: of memory, the GPU's and the CPU's, that is
     in our images; None: they cannot be read. problem: why it is no whole checkpoint; "": it is one,
     as far as can be told without reading chunks. peer: of one that is only in memory here:
-    host:port of the neighbour that has a copy; None: none has."""
+    host:port of the neighbour that has a copy; None: none has, or that cannot be read."""
 
     entry: Entry
     memory_bytes: int | None
@@ -189,11 +192,20 @@ def _listed(entry: Entry) -> Listed:
             memory = sum(map(plain_size, images))
             problem = problem or _what_is_missing_below(entry.directory, images)
             if entry.tier == Tier.LOCAL:
-                copied = find_peer_record(entry.directory, entry.manifest.checkpoint_id)
-                peer = None if copied is None else copied.peer
+                peer = _peer_of(entry.directory, entry.manifest)
     except (ImageError, UnsupportedError) as exc:
         problem = problem or str(exc)
     return Listed(entry=entry, memory_bytes=memory, problem=problem, peer=peer)
+
+
+def _peer_of(directory: Path, manifest: Manifest) -> str | None:
+    """None also if that cannot be read: the checkpoint is whole without it."""
+    try:
+        found = find_peer_record(directory, manifest.checkpoint_id)
+    except ImageError as exc:
+        log.warning("whether a neighbour has a copy of %s cannot be told: %s", directory, exc)
+        return None
+    return None if found is None else found.peer
 
 
 def _what_is_missing_below(directory: Path, images: list[ImageReader]) -> str:
@@ -337,6 +349,8 @@ def _what_is_missing(directory: Path, manifest: Manifest | None, sealed: SealedE
         return "no manifest: no checkpoint, or a dump that is not done"
     if not is_file(directory / INVENTORY_NAME):
         return f"no {INVENTORY_NAME}: a dump that is not done or was broken off"
+    if manifest is not None and (why := _why_not_its_inventory(directory, manifest)):
+        return why
     if sealed is not None and sealed.problem:
         return sealed.problem
     for task in () if manifest is None else manifest.tasks:
@@ -347,6 +361,16 @@ def _what_is_missing(directory: Path, manifest: Manifest | None, sealed: SealedE
     with os.scandir(directory) as items:
         below = next((item.name for item in items if item.is_dir(follow_symlinks=False)), None)
     return "" if below is None else f"holds a directory, {below}"
+
+
+def _why_not_its_inventory(directory: Path, manifest: Manifest) -> str:
+    """CRIU syncs none: after a loss of power there may be an empty one, beside a manifest that was
+    synced. "": it is its own."""
+    if (directory / INVENTORY_NAME).stat().st_size == 0:
+        return f"{INVENTORY_NAME} is empty: the dump was broken off, or the power was lost after it"
+    if not is_inventory_of(directory, manifest):
+        return f"{INVENTORY_NAME} is not of the checkpoint of {MANIFEST_NAME}"
+    return ""
 
 
 def _links(directory: Path) -> tuple[tuple[Path, ...], str]:

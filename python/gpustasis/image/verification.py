@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from gpustasis._core import (
+    ARENA_MARKER,
     MANIFEST_NAME,
+    SEALED_NAME,
     ImageReader,
     Manifest,
     ManifestTask,
@@ -174,6 +176,23 @@ def require_no_manifest(directory: Path) -> None:
         raise ImageError(
             f"{directory / MANIFEST_NAME}: missing: CRIU's inventory says that it belongs here"
         )
+
+
+def is_of_criu_alone(directory: Path) -> bool:
+    """Whether a checkpoint is there of which CRIU has all: an inventory, and nothing that says that
+    a manifest belongs to it. Raises ImageError if that cannot be read now."""
+    named = (MANIFEST_NAME, SEALED_NAME, ARENA_MARKER)
+    if any(is_there(directory / name) for name in named):
+        return False
+    if not is_there(directory / INVENTORY_NAME):
+        return False
+    try:
+        require_no_manifest(directory)
+    except ImageError as exc:
+        if exc.errno is not None:
+            raise
+        return False  # it is empty or damaged, as after a loss of power, or names one
+    return True
 
 
 def _why_no_manifest(directory: Path) -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 from gpustasis.criu import run
 from gpustasis.criu.images import prepare_directory
 from gpustasis.criu.plugin import Setting, plugin_directory
+from gpustasis.draining.syncing import make_durable
 from gpustasis.errors import CheckpointError, JobError
 from gpustasis.jobs import communicators, neighbour
 from gpustasis.jobs.cuda import (
@@ -28,7 +29,6 @@ from gpustasis.jobs.dumps import (
     DumpRecord,
     content_of,
     identity_of,
-    make_durable,
     seal_of,
     stamp_of,
 )

@@ -17,11 +17,10 @@ from typing import Any
 
 from gpustasis._core import ARENA_OWNER, MANIFEST_NAME
 from gpustasis.criu.images import inventory_plugins
-from gpustasis.draining.over import OVER
 from gpustasis.draining.recycle import RESERVED, SYNCING
 from gpustasis.errors import CheckpointError, ImageError, JobError
 from gpustasis.files import open_regular
-from gpustasis.image.arena import find_marker, require_durable, stored_directory
+from gpustasis.image.arena import OVER, find_marker, require_durable, stored_directory
 from gpustasis.image.checkpoint import (
     NO_PARENT,
     find_manifest,
@@ -200,23 +199,6 @@ def _stamp(directory: Path, names: Iterable[str]) -> str:
         facts = [name, file.st_ino, file.st_size, file.st_mtime_ns, file.st_ctime_ns]
         found.update(json.dumps(facts).encode() + b"\n")
     return found.hexdigest()
-
-
-def make_durable(directory: Path) -> None:
-    """All files of a dump, and their names. Raises OSError."""
-    for entry in os.scandir(directory):
-        if entry.is_file(follow_symlinks=False):
-            descriptor = os.open(entry.path, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
-    for place in (directory, directory.parent):
-        descriptor = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 def identity_of(directory: Path) -> tuple[str, str]:

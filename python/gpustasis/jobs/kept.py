@@ -234,7 +234,7 @@ def prune(store: Store, keys: Keys, keep_last: int) -> list[Pruned]:
     _mark(store, keys, newest, goes)
     done = []
     problems: list[str] = []  # the others go all the same
-    for one in found:
+    for one in reversed(found):  # in memory, what another is built on is not given up
         if not one.pruned and one.number not in goes:
             continue
         if one.plan.restores or one.epoch.phase is not Phase.COMMITTED:
@@ -250,8 +250,8 @@ def prune(store: Store, keys: Keys, keep_last: int) -> list[Pruned]:
         if removed or not one.pruned:
             done.append(Pruned(one.number, removed))
     if problems:
-        raise JobError("; ".join(problems))
-    return done
+        raise JobError("; ".join(reversed(problems)))
+    return done[::-1]
 
 
 def _not_back_yet(found: list[Standing]) -> set[int]:

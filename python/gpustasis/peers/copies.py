@@ -20,7 +20,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
@@ -146,24 +146,45 @@ class Copies:
             self._held.close()
 
     def all(self) -> list[Copy]:
-        """Oldest first. Raises PeerError if the directory cannot be read."""
-        try:
-            names = [name for name in os.listdir(self.directory) if is_key(name)]
-        except OSError as exc:
-            raise PeerError(f"cannot list {self.directory}: {exc.strerror}") from exc
-        found = [one for name in names if (one := self.find(name)) is not None]
-        return sorted(found, key=lambda one: (one.received, one.key))
+        """Oldest first. A copy whose note cannot be read is left out: the others are of use all the
+        same. Raises PeerError if the directory cannot be read."""
+        found = []
+        for key in self._keys():
+            try:
+                found.append(self.find(key))
+            except PeerError as exc:
+                log.warning("%s", exc)
+        return _by_age(found)
 
     def find(self, key: str) -> Copy | None:
-        """None: there is none, or what is there is none."""
+        """None: there is none. Raises PeerError if its note cannot be read."""
         if not is_key(key):
             return None
-        with suppress(OSError, ValueError, TypeError, RecursionError):
-            with open_regular(self.directory / key / NOTE, os.O_NOFOLLOW) as file:
+        note = self.directory / key / NOTE
+        try:
+            with open_regular(note, os.O_NOFOLLOW) as file:
                 found = json.loads(file.read(_NOTE_LIMIT).decode("utf-8"))
-            if set(found) == {one.name for one in fields(Copy)} and found["key"] == key:
-                return Copy(**found)
-        return None
+            if set(found) != {one.name for one in fields(Copy)} or found["key"] != key:
+                raise ValueError("it says something else than it should")
+            return Copy(**found)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except (OSError, ValueError, TypeError, RecursionError) as exc:
+            raise PeerError(
+                f"the copy {key} cannot be told: {note} cannot be read: {exc}; if that stays so, "
+                f"remove {note.parent}"
+            ) from exc
+
+    def _every(self) -> list[Copy]:
+        """As all(), to remove some of them: one whose note cannot be read may be built on any.
+        Raises PeerError then."""
+        return _by_age(self.find(key) for key in self._keys())
+
+    def _keys(self) -> list[str]:
+        try:
+            return [name for name in os.listdir(self.directory) if is_key(name)]
+        except OSError as exc:
+            raise PeerError(f"cannot list {self.directory}: {exc.strerror}") from exc
 
     @contextmanager
     def pinned(self, key: str) -> Iterator[Copy]:
@@ -234,12 +255,13 @@ class Copies:
 
     def _remove_old(self, latest: Copy) -> None:
         """Remove, of its store, what is older than it, but for the newest and what others are built
-        on: whoever asks late must not remove what has come since."""
+        on: whoever asks late must not remove what has come since. Nothing, while it cannot be told
+        of one what it is built on."""
         gone: list[Path | None] = []
         try:
             with self._lock:
                 gone, self._left = self._left, []
-                every = {one.key: one for one in self.all()}
+                every = {one.key: one for one in self._every()}
                 of_store = [
                     one
                     for one in every.values()
@@ -253,12 +275,15 @@ class Copies:
                     is_older = one.taken <= latest.taken and one.received < latest.received
                     if is_older and one.key not in needed:
                         gone.append(self._take_away_if_possible(one.key))
+        except PeerError as exc:
+            log.warning("older copies of %s, of %s, stay: %s", latest.store, latest.node, exc)
         finally:  # what is trash by now takes memory, and nobody else knows of it
             self._delete(gone)
 
     def discard(self, key: str, node: str) -> None:
         """Remove a copy that this node has sent; empty: any node. One that is still coming is not
-        kept. Raises PeerError if it is another's, is not there, or somebody needs it."""
+        kept. Raises PeerError if it is another's, is not there, or somebody needs it, or that
+        cannot be told."""
         with self._lock:
             coming = self._coming.get(key)
             if coming is not None and node in ("", coming.node):
@@ -269,7 +294,7 @@ class Copies:
                 raise PeerError(f"there is no copy {key}")
             if node and found.node != node:
                 raise PeerError(f"the copy {key} is of {found.node}")
-            above = [one.key for one in self.all() if one.parent == key]
+            above = [one.key for one in self._every() if one.parent == key]
             if above:
                 raise PeerError(f"the copy {above[0]} is built on {key}")
             trash = None if self._pinned[key] else self._take_away(key)
@@ -321,6 +346,10 @@ class Copies:
                     log.warning("%s is left, which was a copy: %s", place, exc)
                     with self._lock:
                         self._left.append(place)
+
+
+def _by_age(found: Iterable[Copy | None]) -> list[Copy]:
+    return sorted((one for one in found if one), key=lambda one: (one.received, one.key))
 
 
 def _with_parents(keys: set[str], every: dict[str, Copy]) -> set[str]:

@@ -46,6 +46,7 @@ OnProgress = Callable[[int, int], object]
 OnKey = Callable[[str, str], object]
 _MAX_CHAIN = 200
 _MAX_COPIES = 100_000
+_MAX_PATH = 4096  # characters
 _MAX_LISTING = 64 << 20  # bytes of what is said of all of them
 
 
@@ -352,6 +353,11 @@ def _have(config: Config, keys: list[str]) -> tuple[set[object], str, str]:
         found, base = answer.get("have"), answer.get("directory")
         if not isinstance(found, list) or not isinstance(base, str):
             raise PeerError(f"{connection.place} does not say what it has")
+        if len(base) > _MAX_PATH:  # it is written into a file that nobody could read again
+            raise PeerError(
+                f"{connection.place} names a directory of its copies with {len(base)} characters: "
+                f"no path has more than {_MAX_PATH}"
+            )
         return {one for one in found if isinstance(one, str)}, connection.other, base
 
 
