@@ -14,8 +14,9 @@ from gpustasis.agent.config import Config, Target
 from gpustasis.agent.operations import Operation
 from gpustasis.agent.subjects import Subject
 from gpustasis.agent.work import Work
-from gpustasis.draining.drain import can_be_drained
+from gpustasis.draining.drain import can_be_drained, drain
 from gpustasis.draining.recycle import UNSYNCED
+from support import local_checkpoints
 from support.arena_by_hand import Local, make_local
 
 
@@ -52,10 +53,24 @@ def test_nothing_is_built_on_what_can_never_be_drained(
         chain.append(make_local(arena, directory / f"{number}", number + 1, parent=below))
     target = Target(name="train", pidfile=Path("/x"))
     last = Operation(subject=Subject(pid=1), uid=0, target="train", place=str(directory / "2"))
-    work = Work(last, Config(store=directory.parent.parent), target, last=last)
+    config = Config(store=directory.parent.parent, tier="ram")
+    work = Work(last, config, target, last=last)
     assert work._parent() == chain[2].images
     act(chain[2 - depth])
     assert work._parent() is None
+
+
+def test_a_checkpoint_on_the_disk_is_built_on_what_is_there(arena: Path, directory: Path) -> None:
+    """As the last one of a job that is to end: a dump to the disk on one in memory is refused."""
+    images = directory / "0"
+    local_checkpoints.make_local(images, arena)
+    target = Target(name="train", pidfile=Path("/x"))
+    last = Operation(subject=Subject(pid=1), uid=0, target="train", place=str(images))
+    ending = Operation(subject=Subject(pid=1), uid=0, target="train", stop=True)
+    work = Work(ending, Config(store=directory.parent.parent, tier="ram"), target, last=last)
+    assert work._parent() is None
+    drain(images)
+    assert work._parent() == images
 
 
 def test_one_may_be_built_on_what_is_drained_by_now(arena: Path, directory: Path) -> None:

@@ -232,7 +232,8 @@ class Work:
     def _parent(self) -> Path | None:
         """The last checkpoint of the same process, if it is still there, and whole. Only one in the
         same directory: there it is kept for as long as one that is built on it. Not one that can
-        never be drained: what is built on that cannot be, either."""
+        never be drained: what is built on that cannot be, either. Nor is a checkpoint on the disk
+        built on one in memory."""
         if self.target is None or not self.target.max_chain or self.last is None:
             return None
         place = Path(self.last.place)
@@ -241,7 +242,10 @@ class Work:
         entry = read_entry(place)
         if entry.incomplete:
             return None
-        return place if entry.tier is Tier.DURABLE or can_be_drained(place) else None
+        if entry.tier is Tier.DURABLE:
+            return place
+        fits = is_in_memory(self.operation, self.config) and can_be_drained(place)
+        return place if fits else None
 
     def _verify(self, images: Path) -> bool:
         if self.target is None or not self.target.verify:
