@@ -160,10 +160,10 @@ private:
                                                 id_text(found) + ", and " + local_.path(0) +
                                                 " is built on " + id_text(manifest_.parent_id));
         link_parent(image_dir, parent);
-        base_ = ParentIndex::read(made);
+        ParentIndex& base = base_.emplace(ParentIndex::read(made));
         for (const ManifestTask& task : manifest_.tasks)
             if (task.externalized)
-                base_->forget_held_by(open(task));
+                base.forget_held_by(open(task));
     }
 
     ImageReader open(const ManifestTask& task) {
