@@ -19,10 +19,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from gpustasis._core import ARENA_MARKER, read_manifest
+from gpustasis._core import ARENA_MARKER, MANIFEST_NAME, read_manifest, write_manifest
 from gpustasis.draining.drain import drain
 from gpustasis.errors import ImageError, JobError
 from gpustasis.image.checkpoint import open_image
+from gpustasis.image.directory import try_exclude
 from gpustasis.jobs.dumps import DumpRecord, content_of, identity_of
 from gpustasis.jobs.neighbour import bring_back, give_up, is_lost
 from gpustasis.jobs.network import Network
@@ -323,6 +324,18 @@ def test_what_a_worker_holds_in_the_arena_is_waited_for(images: Path, arena: Pat
     ending.join()
     assert not stored.exists()
     assert not (images / ARENA_MARKER).exists()
+
+
+def test_a_drain_that_was_killed_in_its_last_steps_is_ended(images: Path, arena: Path) -> None:
+    """By a prune, which holds the directory alone."""
+    stored = make_local(images, arena)
+    write_manifest(images, read_manifest(stored))
+    lock = try_exclude(images)
+    assert lock is not None
+    with lock:
+        give_up(images)
+    assert not stored.exists() and not (images / ARENA_MARKER).exists()
+    assert (images / MANIFEST_NAME).exists()
 
 
 def test_what_stays_held_is_named(

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,9 @@ from click.testing import CliRunner, Result
 
 from gpustasis._core import MANIFEST_NAME, Manifest, ManifestTask, image_name, write_manifest
 from gpustasis.cli import cli
+from gpustasis.errors import ImageError
 from gpustasis.image.prune import Rules, prune
+from gpustasis.image.store import list_store
 from support.chains import checkpoint_id, make_link, memory_of
 from support.image_samples import PAGE
 from support.inventory import write_inventory
@@ -93,6 +97,18 @@ def test_what_is_not_whole_is_named(store: Path, spoil: Any, why: str) -> None:
     assert not found["first"]["complete"]
     assert why in found["first"]["problem"]
     assert why in call(store).output
+
+
+@pytest.mark.parametrize(("error", "whole"), [(errno.EIO, True), (errno.ELOOP, False)])
+def test_an_inventory_that_cannot_be_read_now_is_not_taken_for_anothers(
+    store: Path, monkeypatch: pytest.MonkeyPatch, error: int, whole: bool
+) -> None:
+    def fail(*_: Any) -> bool:
+        refusal = OSError(error, os.strerror(error))
+        raise ImageError(str(refusal)) from refusal
+
+    monkeypatch.setattr("gpustasis.image.store.is_inventory_of", fail)
+    assert [one.problem == "" for one in list_store(store)] == [whole, whole]
 
 
 def test_an_inventory_that_names_none(store: Path) -> None:

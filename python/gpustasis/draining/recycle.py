@@ -187,7 +187,8 @@ def require_no_child(images: Path, marker: ArenaMarker) -> None:
             if not is_images_of(images, read_arena_owner(inside)):
                 return
             arena = inside / ".."
-            why = _why_needed(arena / Path(marker.directory).name, _children(arena))
+            needs = _children(arena, alive=True)
+            why = _why_needed(arena / Path(marker.directory).name, needs)
     except (ValueError, CheckpointError):
         return
     except (OSError, NotImplementedError) as exc:
@@ -308,10 +309,13 @@ def _needs(inside: Path) -> Needs:
     return found | _children(inside)
 
 
-def _children(inside: Path) -> Needs:
-    """The same, of what is built on what alone. Raises OSError."""
+def _children(inside: Path, *, alive: bool = False) -> Needs:
+    """The same, of what is built on what alone. alive: not of those that are given up, or drained.
+    Raises OSError."""
     found: Needs = {}
     for name in _names_in(inside):
+        if alive and is_there(inside / name / OVER):
+            continue
         link = inside / name / PARENT_LINK
         try:
             text = os.readlink(link)

@@ -32,8 +32,9 @@ def wait_for(
     """What the checkpoint in `directory` is as soon as it is `wanted` (durable counts as local), or
     after `timeout_s` seconds; None there: its dump into memory has not ended. on_peer: as soon as a
     neighbour has a copy will do too. timeout_s None: it is waited for without end. What is durable
-    is synced first: of a dump that went to the disk nobody may have done that. Raises ImageError if
-    there is none, its dump was broken off, it is lost, or a file cannot be synced."""
+    is synced first, however long that takes: of a dump that went to the disk nobody may have done
+    that. Raises ImageError if there is none, its dump was broken off, it
+    is lost, or a file cannot be synced."""
     end = None if timeout_s is None else time.monotonic() + timeout_s
     while True:
         found = _state(directory)

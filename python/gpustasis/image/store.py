@@ -365,12 +365,16 @@ def _what_is_missing(directory: Path, manifest: Manifest | None, sealed: SealedE
 
 def _why_not_its_inventory(directory: Path, manifest: Manifest) -> str:
     """CRIU syncs none: after a loss of power there may be an empty one, beside a manifest that was
-    synced. "": it is its own."""
+    synced. "": it is its own, or cannot be read now: then nothing says that it is not."""
     if (directory / INVENTORY_NAME).stat().st_size == 0:
         return f"{INVENTORY_NAME} is empty: the dump was broken off, or the power was lost after it"
-    if not is_inventory_of(directory, manifest):
-        return f"{INVENTORY_NAME} is not of the checkpoint of {MANIFEST_NAME}"
-    return ""
+    try:
+        is_own = is_inventory_of(directory, manifest)
+    except ImageError as exc:
+        if exc.errno not in _UNTOLD:
+            raise
+        return ""
+    return "" if is_own else f"{INVENTORY_NAME} is not of the checkpoint of {MANIFEST_NAME}"
 
 
 def _links(directory: Path) -> tuple[tuple[Path, ...], str]:

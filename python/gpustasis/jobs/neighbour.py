@@ -19,16 +19,18 @@ from gpustasis._core import (
     ARENA_MARKER,
     MANIFEST_NAME,
     PARENT_LINK,
+    ArenaMarker,
     CorruptDataError,
     find_arena_marker,
+    read_manifest,
 )
 from gpustasis._core import stored_directory as core_stored_directory
 from gpustasis.draining import room
-from gpustasis.draining.drain import drain
-from gpustasis.draining.recycle import recycle
+from gpustasis.draining.recycle import arena_of, recycle
 from gpustasis.errors import CheckpointError, ImageError, JobError, PeerError
 from gpustasis.files import open_new, sync, sync_directory
-from gpustasis.image.arena import find_marker
+from gpustasis.image.arena import find_marker, note_over, own_marker
+from gpustasis.image.checkpoint import image_errors
 from gpustasis.image.directory import PATIENCE_S, is_there, try_exclude
 from gpustasis.image.peer_record import find_peer_record
 from gpustasis.image.store import why_not_whole
@@ -152,11 +154,11 @@ def give_up(images: Path) -> None:
         marker = find_marker(images) if is_there(images / ARENA_MARKER) else None
         if marker is None:
             return
+        kept = Path(marker.directory)
         if is_there(images / MANIFEST_NAME):
-            drain(images)  # which was killed in its last step
+            _end_drain(images, marker)
         else:
             room.discard(images)
-        kept = Path(marker.directory)
         end = time.monotonic() + PATIENCE_S
         # What has put memory back may hold it for a moment. Without its image directory nobody
         # would know any more whose it is.
@@ -167,6 +169,22 @@ def give_up(images: Path) -> None:
             log.warning("%s is still in use: `gpustasis arena discard %s` removes it", kept, kept)
     except ImageError as exc:
         log.warning("%s: what it had in memory is gone, or left there: %s", images, exc)
+
+
+def _end_drain(images: Path, marker: ArenaMarker) -> None:
+    """What a drain that was killed in its last steps has left to be done. Not by drain(): who calls
+    this may hold the directory alone. Raises CheckpointError if a drain is at work, ImageError."""
+    try:
+        with own_marker(images, marker.checkpoint_id) as own:
+            with image_errors():
+                durable = read_manifest(images).checkpoint_id
+            if own is not None and durable == marker.checkpoint_id:
+                note_over(images, marker)
+                own.unlink()
+    except BlockingIOError as exc:
+        raise CheckpointError(f"{images / ARENA_MARKER} is locked: a drain is at work") from exc
+    if (arena := arena_of(marker)) is not None:
+        recycle(arena)
 
 
 def is_lost(images: Path) -> str:
