@@ -124,8 +124,10 @@ std::uint64_t restore_handed_over(const std::filesystem::path& directory, pid_t 
         try {
             fill_devices(storage, devices, reader, threads, moved_at, progress_alone(progress));
             break;
-        } catch (const Error&) {
-            if (tries == kFillTries)
+        } catch (const std::exception& e) {
+            const auto* const known = dynamic_cast<const Error*>(&e);
+            const bool passes = known == nullptr || known->code() != Errc::corrupt_data;
+            if (!passes || tries == kFillTries)
                 throw;
         }
         std::this_thread::sleep_for(kFillAgain);

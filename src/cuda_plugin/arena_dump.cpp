@@ -118,8 +118,13 @@ bool is_local(int image_dir) {
     if (is_there(image_dir, kManifestName) || !is_there(image_dir, kInventoryImage))
         return false;
     const std::optional<ArenaMarker> marker = find_marker(image_dir);
-    return marker && !is_lost(*marker) &&
-           is_there(stored_directory(image_dir).get(), kManifestName);
+    if (!marker || is_lost(*marker))
+        return false;
+    // One that was emptied has no owner either, which is no reason to refuse.
+    const std::string manifest = marker->directory + "/" + kManifestName;
+    if (::faccessat(AT_FDCWD, manifest.c_str(), F_OK, AT_SYMLINK_NOFOLLOW) != 0 && errno == ENOENT)
+        return false;
+    return is_there(stored_directory(image_dir).get(), kManifestName);
 }
 
 UniqueFd open_marker(int image_dir, const std::string& name) {

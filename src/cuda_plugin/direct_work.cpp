@@ -247,9 +247,12 @@ void DirectWork::store(DriverLibrary& driver, TaskRecord& record, Held& mine) {
     direct.stored = true;
     try { // while the memory is on the GPUs still
         mine.stored = std::make_unique<ImageReader>(images_.open_direct(record));
-    } catch (...) {
-        direct.stored = false;
-        throw;
+    } catch (const Error& e) {
+        if (e.code() !=
+            Errc::io) { // what cannot be opened now is opened when it is needed: it is durable
+            direct.stored = false;
+            throw;
+        }
     }
     const auto begin = Clock::now();
     begin_completing(direct);

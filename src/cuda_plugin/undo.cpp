@@ -63,9 +63,12 @@ void undo_task(const TaskRecord& record, Driver& driver) {
 void undo_restore(const TaskRecord& record, Driver& driver) {
     if (record.direct.begun) {
         driver.restore_direct(record);
-        if (record.state_before == ProcessState::locked &&
-            driver.state(record.pid) != ProcessState::locked)
-            throw Error(Errc::io, "the driver says it restored the process, and that it is not");
+        // Its owner may have unlocked it meanwhile.
+        if (record.state_before == ProcessState::locked)
+            if (const ProcessState now = driver.state(record.pid);
+                now != ProcessState::locked && now != ProcessState::running)
+                throw Error(Errc::io,
+                            "the driver says it restored the process, and that it is not");
         return;
     }
     const ProcessState state = driver.state(record.pid);

@@ -43,6 +43,7 @@ void Worker::start() {
         ::setsockopt(end, SOL_SOCKET, SO_SNDBUFFORCE, &kSocketBytes, sizeof(kSocketBytes));
     for (std::size_t i = 0; i < table_->task_count; ++i) {
         table_->tasks[i].direct.held = false; // the one that had it is dead
+        table_->tasks[i].direct.asking = false;
         table_->tasks[i].direct.completing = false;
         table_->tasks[i].direct.restoring = false; // `filling` stays: the task lacks memory still
     }
