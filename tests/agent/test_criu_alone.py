@@ -7,6 +7,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import struct
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 
 import gpustasis
 from gpustasis._core import MANIFEST_NAME
+from gpustasis.agent import criu_alone
 from gpustasis.agent.aftermath import settle
 from gpustasis.agent.config import Config, Target
 from gpustasis.agent.operations import Figures, Operation, State
@@ -40,6 +42,8 @@ print("ready", flush=True)
 time.sleep(100)
 """
 FIRST = 1_800_000_000
+# Magic words, and one record: stats_entry.dump, with a freezing_time of 5.
+FIGURES = struct.pack("<III", 0x55105940, 0x57093306, 4) + b"\x0a\x02\x08\x05"
 
 
 def name(number: int) -> str:
@@ -60,7 +64,7 @@ def of_criu(place: Path) -> Path:
     place.mkdir(mode=0o700)
     (place / "pages-1.img").write_bytes(b"memory")
     write_inventory(place)
-    (place / STATISTICS_NAME).write_bytes(b"figures")
+    (place / STATISTICS_NAME).write_bytes(FIGURES)
     return place
 
 
@@ -167,13 +171,50 @@ def refusing(refused: Path) -> Callable[..., object]:
     return opened
 
 
-def test_one_that_may_have_been_broken_off_behind_its_inventory_counts_for_none(
-    directory: Path,
+def test_what_cannot_be_read_for_good_keeps_no_other(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """criu and its agent were killed together: nothing says more."""
+    """It counts for none. What is ours goes, what is CRIU's alone, and what was broken off."""
+    place = of_criu(directory / name(3))
+    of_criu(directory / name(0))
+    ours(directory / name(1), 1)
+    no_inventory(of_criu(directory / name(2)))
+    of_criu(directory / name(4))
+    ours(directory / name(5), 5)
+    monkeypatch.setattr("gpustasis.criu.images.open_regular", refusing(place / INVENTORY_NAME))
+    assert tidy(directory) == ["3", "4", "5"]
+
+
+def test_one_that_cannot_be_put_aside_keeps_no_other(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in (0, 1, 3):
+        of_criu(directory / name(number))
+    ours(directory / name(2), 2)
+    ours(directory / name(4), 4)
+    put_aside = criu_alone.put_aside
+
+    def sometimes(place: Path) -> None:
+        if place.name == name(0):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        put_aside(place)
+
+    monkeypatch.setattr(criu_alone, "put_aside", sometimes)
+    assert tidy(directory) == ["0", "3", "4"]
+
+
+@pytest.mark.parametrize("figures", [None, b"", bytes(len(FIGURES)), FIGURES[:-1]])
+def test_one_that_may_have_been_broken_off_behind_its_inventory_counts_for_none(
+    directory: Path, figures: bytes | None
+) -> None:
+    """criu and its agent were killed together, or power was lost: nothing says more."""
     for number in range(3):
         of_criu(directory / name(number))
-    (directory / name(1) / STATISTICS_NAME).unlink()
+    statistics = directory / name(1) / STATISTICS_NAME
+    if figures is None:
+        statistics.unlink()
+    else:
+        statistics.write_bytes(figures)
     assert tidy(directory) == ["0", "1", "2"]
     of_criu(directory / name(3))
     assert tidy(directory) == ["2", "3"]
@@ -226,13 +267,14 @@ def test_there_is_nothing_to_be_verified(directory: Path, monkeypatch: pytest.Mo
     assert not require_whole(images, keep=False)
 
 
+def fail(_: Path) -> None:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
 def test_one_that_cannot_be_synced_is_none(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(_: Path) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    monkeypatch.setattr("gpustasis.agent.work.make_durable", fail)
+    monkeypatch.setattr(criu_alone, "make_durable", fail)
     words = f"^the checkpoint in {directory / name(0)} cannot be synced: .*error; it was removed"
     with pytest.raises(AgentError, match=words):
         dumped(directory, monkeypatch, verify=False)
@@ -254,10 +296,24 @@ def test_one_whose_agent_was_killed_is_done(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place, synced = of_criu(directory / name(0)), list[Path]()
-    monkeypatch.setattr("gpustasis.agent.criu_alone.make_durable", synced.append)
+    monkeypatch.setattr(criu_alone, "make_durable", synced.append)
     found = settled(place)
     assert found.state is State.DONE and "the checkpoint is whole" in found.note
     assert synced == [place]
+
+
+def test_one_that_cannot_be_synced_by_the_next_agent_counts_for_none(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does it later, when a sync says nothing of what was lost."""
+    for number in range(3):
+        of_criu(directory / name(number))
+    with monkeypatch.context() as patch:
+        patch.setattr(criu_alone, "make_durable", fail)
+        found = settled(directory / name(1))
+    assert found.state is State.INTERRUPTED and "cannot be told" in found.note
+    assert settled(directory / name(1)).state is State.INTERRUPTED
+    assert tidy(directory) == ["0", "1", "2"]
 
 
 @pytest.mark.parametrize("missing", [INVENTORY_NAME, STATISTICS_NAME])

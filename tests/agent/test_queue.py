@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -20,14 +21,19 @@ from gpustasis.agent.config import Config, Target
 from gpustasis.agent.operations import Figures, Journal, Operation, State
 from gpustasis.agent.queue import Queue
 from gpustasis.agent.subjects import Held, Subject, held
+from gpustasis.agent.undrained import left_to_drain, total
 from gpustasis.agent.work import Work
+from gpustasis.criu.statistics import statistics_path
+from gpustasis.draining.recycle import UNSYNCED
 from gpustasis.errors import AgentError
 from gpustasis.image.arena import Tier
 from support.criu_roots import newest_criu
 from support.job import Job
+from support.local_checkpoints import make_local
 
 USER = 12345
 WAIT_S = 30.0
+SMALL_FILES = 64 << 10  # bytes on the disk, of a marker and the like
 US = Subject(pid=os.getpid(), start_time=7)
 SLEEP = "print('ready', flush=True)\nwhile True: __import__('time').sleep(0.1)"
 
@@ -185,10 +191,13 @@ def test_a_user_s_checkpoints_at_work_count_for_the_disk(
         assert queue.close(WAIT_S)
 
 
-def in_memory(config: Config, size: int, uid: int, target: str = "") -> Operation:
+def in_memory(
+    config: Config, arena: Path, size: int, uid: int, target: str = "", ended: float = 1.0
+) -> Operation:
     """One that is done, with an eighth of it on the disk already."""
-    found = done(config, uid=uid, target=target)
-    Path(found.place).mkdir(parents=True)
+    found = done(config, uid=uid, target=target, ended=ended)
+    Path(found.place).parent.mkdir(parents=True, exist_ok=True)
+    make_local(Path(found.place), arena)
     (Path(found.place) / "pages-1.img").write_bytes(bytes(size // 8))
     found.figures = Figures(
         duration_s=1.0,
@@ -209,15 +218,16 @@ def in_memory(config: Config, size: int, uid: int, target: str = "") -> Operatio
     [(USER, "", "user"), (USER + 1, "", ""), (USER, "train", ""), (0, "train", "")],
 )
 def test_what_is_to_be_drained_counts_for_the_disk(
-    config: Config, journal: Journal, uid: int, target: str, counts: str
+    config: Config, journal: Journal, arena: Path, uid: int, target: str, counts: str
 ) -> None:
     """It is in memory now, and will be there. What its drain has written counts once. What belongs
     to a target is nobody's of whom a limit is kept."""
     bounds = replace(config, disk_per_user=(16 << 20) + (68 << 20))
     queue = Queue(bounds, journal, lambda _: None)
-    local = in_memory(config, 64 << 20, uid, target)
+    local = in_memory(config, arena, 64 << 20, uid, target)
     queue.add_known(local)
-    assert queue._to_drain() == 56 << 20
+    left = left_to_drain([local])[local.id]
+    assert (56 << 20) - SMALL_FILES < left < 56 << 20
 
     def ask() -> Operation:
         with started() as process:
@@ -231,22 +241,63 @@ def test_what_is_to_be_drained_counts_for_the_disk(
     queue._config = small
     assert (said in ask().error) == (counts == "user")
     queue.note_drained(Path(local.place), Tier.DURABLE)
-    assert said not in ask().error and queue._to_drain() == 0
+    assert said not in ask().error and left_to_drain([local]) == {}
 
 
 def test_the_disk_that_is_to_be_drained_to_is_kept_free(
-    config: Config, journal: Journal, monkeypatch: pytest.MonkeyPatch
+    config: Config, journal: Journal, arena: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever has asked for what is in memory."""
+    """Whoever has asked for what is in memory. Nobody waits while its files are looked at."""
     monkeypatch.setattr("gpustasis.agent.space.free_disk", lambda _: 80 << 20)
     queue = Queue(config, journal, lambda _: None)
-    local = in_memory(config, 80 << 20, USER)
+    local = in_memory(config, arena, 80 << 20, USER)
     queue.add_known(local)
+    held_locks: list[bool] = []
+    walk = os.walk
+
+    def walked(place: Path) -> object:
+        held_locks.append(queue._changed._is_owned())  # type: ignore[attr-defined]
+        return walk(place)
+
+    monkeypatch.setattr(os, "walk", walked)
     words = "10.0 MiB are free beyond disk_reserve (0.0 MiB), what is at work and what is to be "
     with started() as process:
         found = queue.submit(Operation(subject=process.subject(), uid=0), process)
         wait_for(lambda: found.state.is_over)
     assert found.state is State.REFUSED and words in found.error, found.error
+    assert held_locks and not any(held_locks)
+
+
+def test_what_can_never_be_drained_takes_nothing(config: Config, arena: Path) -> None:
+    local = in_memory(config, arena, 64 << 20, USER)
+    (next(arena.iterdir()) / UNSYNCED).touch()
+    assert left_to_drain([local]) == {local.id: 0}
+
+
+def test_what_is_in_earlier_checkpoints_is_not_drained_again(config: Config, arena: Path) -> None:
+    local = in_memory(config, arena, 64 << 20, USER)
+    all_of_it = left_to_drain([local])[local.id]
+    assert local.figures is not None
+    local.figures = replace(local.figures, incremental=True)
+    assert left_to_drain([local]) == {local.id: all_of_it}  # it is not known how much
+    ref = {"ref": {"plain_bytes": 16 << 20}}
+    task = {"pid": 7, "image_pid": 7, "externalized": True, "staged_bytes": 32 << 20} | ref
+    own = {"pid": 7, "image_pid": 7, "left_because": "", "bytes": 32 << 20} | ref
+    of_both = {"file_bytes": 1, "stored_twice_bytes": 0, "phases_ms": {}}
+    said = {"version": 1, "result": "ok", "error": "", "backend": "driver", "phases_ms": {}}
+    said |= {"tasks": [task | of_both], "cpu_memory": [own | of_both]}
+    statistics_path(Path(local.place), "dump").write_text(json.dumps(said))
+    left = left_to_drain([local])[local.id]
+    assert all_of_it - (32 << 20) - SMALL_FILES < left <= all_of_it - (32 << 20)
+    local.figures = replace(local.figures, incremental=False)
+    assert left_to_drain([local])[local.id] > left + (31 << 20)
+
+
+def test_what_has_come_since_counts_in_full(config: Config, arena: Path) -> None:
+    first, second = (in_memory(config, arena, 8 << 20, USER, ended=at) for at in (1.0, 2.0))
+    left = left_to_drain([first])
+    assert total([first, second], left) == left[first.id] + (8 << 20)
+    assert total([second], left) == 8 << 20
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from gpustasis._core import PARENT_LINK
 from gpustasis.errors import ImageError, PeerError
 from gpustasis.files import open_regular
 from gpustasis.image.directory import try_exclude
@@ -120,8 +121,9 @@ def test_what_is_discarded_while_it_is_sent_is_not_kept(
     assert names(keeper) == ["one"]
 
 
+@pytest.mark.parametrize("link", ["right", "elsewhere", "a file"])
 @pytest.mark.parametrize("note", ["damaged", "of a later version", "a link", "refused"])
-def test_nothing_goes_while_one_cannot_be_read(
+def test_what_one_that_cannot_be_read_is_built_on_stays(
     nodes: Nodes,
     keeper: Copies,
     tmp_path: Path,
@@ -129,14 +131,24 @@ def test_nothing_goes_while_one_cannot_be_read(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     note: str,
+    link: str,
 ) -> None:
-    """It may be built on any of the others, which are of use meanwhile."""
+    """Its link says what that is: without it that may be any of the others, none of which goes."""
     stored = make_local(tmp_path / "old", arena)
-    make_local(tmp_path / "child", arena, ("A", "C"), parent=stored)
+    at = make_local(tmp_path / "child", arena, ("A", "C"), parent=stored)
+    for taken, one in enumerate((stored, at)):  # before the others
+        os.utime(one / "gpustasis-manifest.img", (500 + taken, 500 + taken))
     child = copy(tmp_path / "child", nodes.sender, replaces=False).key
     (old,) = [one.key for one in keeper.all() if one.name == "old"]
-    (new, *_), place = make_three(nodes, tmp_path, arena), keeper.directory / child / NOTE
-    before, whole = sorted(os.listdir(keeper.directory)), place.read_bytes()
+    (*two, new), place = make_three(nodes, tmp_path, arena), keeper.directory / child / NOTE
+    before, whole = set(os.listdir(keeper.directory)), place.read_bytes()
+    leads = place.parent / PARENT_LINK
+    if link != "right":
+        leads.unlink()
+    if link == "elsewhere":
+        leads.symlink_to("../..")
+    elif link == "a file":
+        leads.touch()
     assert nodes.sender.peer is not None
     with monkeypatch.context() as patched:
         if note == "refused":
@@ -146,14 +158,17 @@ def test_nothing_goes_while_one_cannot_be_read(
             place.symlink_to("/dev/null")
         else:
             place.write_bytes(whole[:-3] if note == "damaged" else whole[:-2] + b', "x": 1}')
-        drop_older(nodes.sender.peer, nodes.sender, new)
-        assert f"stay: the copy {child} cannot be told: {place} cannot be read" in caplog.text
-        with pytest.raises(PeerError, match=f"copy {child} cannot be told.* remove {place.parent}"):
+        words = "is built on" if link == "right" else f"cannot be told.* remove {place.parent}"
+        with pytest.raises(PeerError, match=f"copy {child} {words}"):
             discard(nodes.sender.peer, nodes.sender, old)
-        assert sorted(os.listdir(keeper.directory)) == before
+        drop_older(nodes.sender.peer, nodes.sender, new)
+        stays = f"the copy {child} cannot be told: {place} cannot be read"
+        assert (stays if link == "right" else f"stay: {stays}") in caplog.text
+        gone = {*two} if link == "right" else set()
+        assert set(os.listdir(keeper.directory)) == before - gone
         assert child not in [one.key for one in keeper.all()]
         found = [one.key for one in list_copies(nodes.sender.peer, nodes.sender)]
-        assert old in found and new in found and child not in found
+        assert {*found} == before - gone - {child}
     place.unlink()
     place.write_bytes(whole)
     with pytest.raises(PeerError, match=f"the copy {child} is built on {old}"):
@@ -161,6 +176,16 @@ def test_nothing_goes_while_one_cannot_be_read(
     place.unlink()  # what has no note is no copy
     discard(nodes.sender.peer, nodes.sender, old)
     assert old not in os.listdir(keeper.directory)
+
+
+def test_one_that_cannot_be_read_and_is_built_on_nothing_keeps_no_other(
+    nodes: Nodes, keeper: Copies, tmp_path: Path, arena: Path
+) -> None:
+    keys = make_three(nodes, tmp_path, arena)
+    (keeper.directory / keys[0] / NOTE).write_text("{")
+    assert nodes.sender.peer is not None
+    drop_older(nodes.sender.peer, nodes.sender, keys[2])
+    assert {*os.listdir(keeper.directory)} == {keys[0], keys[2]}
 
 
 def refusing(refused: Path) -> Callable[..., Any]:

@@ -20,6 +20,7 @@ from gpustasis.agent.config import Config, Target
 from gpustasis.agent.operations import GONE, INTERVAL, KEPT, Journal, Operation, State
 from gpustasis.agent.space import Need, disk_used
 from gpustasis.agent.subjects import Held, tree_pids
+from gpustasis.agent.undrained import left_to_drain, total
 from gpustasis.agent.work import REQUESTED, Work, is_in_memory
 from gpustasis.errors import AgentError, CheckpointError
 from gpustasis.image.arena import Tier
@@ -273,27 +274,27 @@ class Queue:
         need = _NOTHING if pid is None else space.estimate(pid, gpu, arena)
         if refused := self._why_over(operation, need.disk):
             return refused
-        with self._changed:
-            while not operation.cancel and not self._closing:
+        while True:
+            left = left_to_drain(self.known())
+            with self._changed:
+                if operation.cancel or self._closing:
+                    operation.cancel = True
+                    return "it was cancelled before it began"
                 others = [one for one in self._at_work.values() if one is not job]
                 # Of a container the processes are known only now.
                 free = not any(one.pids & job.pids for one in others if one.claim is not _NOTHING)
                 claims = [one.claim for one in others]
-                disk = sum(one.disk for one in claims) + self._to_drain()
+                disk = sum(one.disk for one in claims) + total(self.operations.values(), left)
                 claimed = Need(sum(one.memory for one in claims), disk)
                 why_not = space.why_not(need, claimed, self._config)
                 if free and not why_not:
                     job.claim = need
+                    own = (one for one in others if one.work.operation.uid == operation.uid)
+                    beside = sum(one.claim.disk for one in own)
                     break
                 if free and all(one is _NOTHING for one in claims):
                     return why_not
                 self._changed.wait(_LOOK_S)
-            else:
-                operation.cancel = True
-                return "it was cancelled before it began"
-            beside = sum(
-                one.claim.disk for one in others if one.work.operation.uid == operation.uid
-            )
         # What has ended since counts twice: better than not at all.
         refused = self._why_over(operation, need.disk, beside)
         with self._changed:
@@ -304,16 +305,11 @@ class Queue:
             self._changed.notify_all()
         return refused
 
-    def _to_drain(self, uid: int | None = None) -> int:
-        """Bytes, at most, that checkpoints which are in memory are still to take on the disk,
-        beside what they have there. uid: of those that this user has asked for, of no target."""
-        return sum(
-            max(0, one.figures.size_bytes - disk_used(Path(one.place)))
-            for one in self.known()
-            if one.figures is not None
-            and one.figures.tier == Tier.LOCAL.value
-            and (uid is None or (one.uid == uid and not one.target))
-        )
+    def _to_drain(self, uid: int) -> int:
+        """Bytes, at most, that checkpoints in memory which this user has asked for, of no target,
+        are still to take on the disk."""
+        own = [one for one in self.known() if one.uid == uid and not one.target]
+        return sum(left_to_drain(own).values())
 
     def _why_over(self, operation: Operation, disk: int, beside: int = 0) -> str:
         """Why one that takes so much is more than its user may have; "": it is not. beside: what

@@ -25,7 +25,6 @@ from gpustasis.agent.subjects import Held, require_all_of, require_not_ours, tre
 from gpustasis.answering import ANSWER_S, TimedOutError, answer_within
 from gpustasis.criu.run import Run
 from gpustasis.draining.drain import can_be_drained
-from gpustasis.draining.syncing import make_durable
 from gpustasis.dump_records import alone_with, find_begun, find_dropped
 from gpustasis.errors import AgentError, CheckpointError
 from gpustasis.files import open_own_directory
@@ -276,12 +275,14 @@ class Work:
         """After a success: remove what is older than the last ones, by prune's rules, and what
         failed."""
         keep = self.config.keep_last if self.target is None else self.target.keep_last
+        at_work = {*self.not_over()} - {Path(self.operation.place)}
         try:
-            at_work = {*self.not_over()} - {Path(self.operation.place)}
-            old, keep = criu_alone.choose(directory, keep, at_work)
-            for place in old:
-                if not find_users(place, *CRIU):
-                    criu_alone.put_aside(place)
+            keep = criu_alone.put_old_aside(
+                directory, keep, at_work, lambda place: find_users(place, *CRIU)
+            )
+        except (CheckpointError, OSError) as exc:
+            log.warning("old checkpoints of CRIU alone in %s stay: %s", directory, exc)
+        try:
             gpustasis.prune(directory, keep_last=keep)
             self._remove_others(directory)
         except (CheckpointError, OSError) as exc:
@@ -363,7 +364,7 @@ def _sync_what_is_not(images: Path) -> None:
     it. Raises AgentError."""
     try:
         if is_of_criu_alone(images):
-            make_durable(images)
+            criu_alone.bring_to_disk(images)
     except OSError as exc:
         left = "it was removed" if remove_failed(images) else "it was left there"
         raise AgentError(f"the checkpoint in {images} cannot be synced: {exc}; {left}") from exc

@@ -41,6 +41,7 @@ from gpustasis.image.directory import DirectoryLock, new_directory, try_exclude
 from gpustasis.image.peer_record import PEER_RECORD
 from gpustasis.image.store import is_trash, trash_name
 from gpustasis.image.verification import OnProgress, verify_directory
+from gpustasis.peers.built_on import linked_parent, with_parents
 from gpustasis.peers.config import Config
 from gpustasis.peers.room import Charges, Promise, Room, charge
 
@@ -175,10 +176,22 @@ class Copies:
                 f"remove {note.parent}"
             ) from exc
 
-    def _every(self) -> list[Copy]:
-        """As all(), to remove some of them: one whose note cannot be read may be built on any.
-        Raises PeerError then."""
-        return _by_age(self.find(key) for key in self._keys())
+    def _every(self) -> tuple[list[Copy], dict[str, str]]:
+        """As all(), to remove some of them; and by the key of each that has a note, readable or
+        not, what it is built on. Raises PeerError if that cannot be told."""
+        found, parents = [], {}
+        for key in self._keys():
+            try:
+                if (one := self.find(key)) is not None:
+                    found.append(one)
+                    parents[key] = one.parent
+            except PeerError as exc:
+                try:
+                    parents[key] = linked_parent(self.directory / key)
+                except (OSError, ValueError):
+                    raise exc from None
+                log.warning("%s; it stays, and so does what it is built on", exc)
+        return _by_age(found), parents
 
     def _keys(self) -> list[str]:
         try:
@@ -255,22 +268,21 @@ class Copies:
 
     def _remove_old(self, latest: Copy) -> None:
         """Remove, of its store, what is older than it, but for the newest and what others are built
-        on: whoever asks late must not remove what has come since. Nothing, while it cannot be told
-        of one what it is built on."""
+        on: whoever asks late must not remove what has come since. Of what store one is whose note
+        cannot be read is not known: it stays. Nothing goes while it cannot be told of one what it
+        is built on."""
         gone: list[Path | None] = []
         try:
             with self._lock:
                 gone, self._left = self._left, []
-                every = {one.key: one for one in self._every()}
+                every, parents = self._every()
                 of_store = [
-                    one
-                    for one in every.values()
-                    if (one.node, one.store) == (latest.node, latest.store)
+                    one for one in every if (one.node, one.store) == (latest.node, latest.store)
                 ]
                 of_store.sort(key=lambda one: (one.taken, one.received))
-                needed = every.keys() - {one.key for one in of_store[: -self._config.keep]}
+                needed = parents.keys() - {one.key for one in of_store[: -self._config.keep]}
                 needed |= {latest.key, *(key for key, count in self._pinned.items() if count)}
-                needed = _with_parents(needed, every)
+                needed = with_parents(needed, parents)
                 for one in reversed(of_store):
                     is_older = one.taken <= latest.taken and one.received < latest.received
                     if is_older and one.key not in needed:
@@ -294,7 +306,7 @@ class Copies:
                 raise PeerError(f"there is no copy {key}")
             if node and found.node != node:
                 raise PeerError(f"the copy {key} is of {found.node}")
-            above = [one.key for one in self._every() if one.parent == key]
+            above = [one for one, parent in self._every()[1].items() if parent == key]
             if above:
                 raise PeerError(f"the copy {above[0]} is built on {key}")
             trash = None if self._pinned[key] else self._take_away(key)
@@ -350,16 +362,6 @@ class Copies:
 
 def _by_age(found: Iterable[Copy | None]) -> list[Copy]:
     return sorted((one for one in found if one), key=lambda one: (one.received, one.key))
-
-
-def _with_parents(keys: set[str], every: dict[str, Copy]) -> set[str]:
-    found = set()
-    for key in keys:
-        at: str | None = key
-        while at and at not in found:
-            found.add(at)
-            at = every[at].parent if at in every else None
-    return found
 
 
 def require_right(part: Path, key: str, parent: str, on_progress: OnProgress) -> None:
