@@ -113,7 +113,8 @@ bool is_there(int directory, const char* name) {
     return ::faccessat(directory, name, F_OK, AT_SYMLINK_NOFOLLOW) == 0;
 }
 
-// CRIU writes its inventory last: there is a checkpoint, and only in memory yet. What cannot be told is none of it.
+// CRIU writes its inventory last: there is a checkpoint, and only in memory yet. Throws Error where
+// that cannot be told.
 bool is_local(int image_dir) {
     if (is_there(image_dir, kManifestName) || !is_there(image_dir, kInventoryImage))
         return false;

@@ -248,8 +248,8 @@ void DirectWork::store(DriverLibrary& driver, TaskRecord& record, Held& mine) {
     try { // while the memory is on the GPUs still
         mine.stored = std::make_unique<ImageReader>(images_.open_direct(record));
     } catch (const Error& e) {
-        if (e.code() !=
-            Errc::io) { // what cannot be opened now is opened when it is needed: it is durable
+        // An image that cannot be opened now is opened by its name when it is needed: it is durable.
+        if (e.code() != Errc::io) {
             direct.stored = false;
             throw;
         }

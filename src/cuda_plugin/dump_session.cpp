@@ -158,8 +158,8 @@ bool DumpSession::pause(pid_t pid) {
             const host::PausedAlarm paused;
             refuse_missing_memory(pid, true);
             refuse_needed_images(image_dir_.get());
-            lock_marker(
-                image_dir_.get()); // where a drain is at work, or has to be, nothing is touched
+            // Where a drain is at work, or has to be, nothing is touched.
+            lock_marker(image_dir_.get());
             settle_policy(false);
             if (config_.arena.is_used)
                 refuse_with_arena(config_);

@@ -302,8 +302,8 @@ void RestoreSession::complete() noexcept {
         exit_kill_->end();
     table_->complete = true;
     worker_.stop();
-    unpacked_
-        .reset(); // all is read: a criu that stays would hold the memory, and what is in an arena
+    // All is read: a criu that stays would hold the memory, and what is in an arena.
+    unpacked_.reset();
     images_.release();
     try {
         write_statistics(image_dir_.get(), statistics_);
