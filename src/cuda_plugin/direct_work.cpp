@@ -19,6 +19,7 @@
 #include <cstring>
 #include <limits>
 #include <string>
+#include <thread>
 #include <utility>
 
 namespace gpustasis {
@@ -65,6 +66,19 @@ private:
     ChunkOutput chunks_;
     std::uint64_t size_ = 0;
 };
+
+/// Set `flag` of `direct` (asking or restoring) before the driver is asked. criu sets `ending` before it looks at the flags,
+/// so that a worker is killed before the driver is asked, or not at all.
+void announce(const DirectRecord& direct, std::atomic<bool>& flag) {
+    constexpr std::chrono::seconds kLongest(10); // criu may have died while it decided
+    const auto begin = Clock::now();
+    flag = true;
+    while (direct.ending && Clock::now() - begin < kLongest) {
+        flag = false;
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        flag = true;
+    }
+}
 
 /// From now on nothing is copied, and the driver has its whole time. Before `held` is false: at no moment may this process
 /// look as if nothing was lost with it.
@@ -214,7 +228,7 @@ void DirectWork::store(DriverLibrary& driver, TaskRecord& record, Held& mine) {
         auto operation = std::make_unique<CustomStorage::Operation>();
         custom.reserve(gpus_to_copy(driver, record.pid, mine), *operation);
         touch(direct.moved_at); // the driver has its whole time, whatever came before
-        direct.asking = true;
+        announce(direct, direct.asking);
         try {
             custom.checkpoint(record.pid, *operation, direct.held);
         } catch (...) {
@@ -332,7 +346,7 @@ void DirectWork::fill(DriverLibrary& driver, const TaskRecord& record, Held& min
         auto operation = std::make_unique<CustomStorage::Operation>();
         begin_filling(identity_of(record));
         record.direct.filling = true;
-        record.direct.restoring = true;
+        announce(record.direct, record.direct.restoring);
         try {
             begin_restore(custom, record.pid, image.info(), pairs, *operation);
         } catch (...) {

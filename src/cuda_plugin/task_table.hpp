@@ -33,6 +33,8 @@ struct DirectRecord {
     mutable std::atomic<bool> restoring = false;
     /// By the worker: it is in the driver's call that hands memory over, since `moved_at`. Then it is `held`.
     mutable std::atomic<bool> asking = false;
+    /// By criu, while it decides whether to kill the worker: neither of these two calls is begun meanwhile.
+    mutable std::atomic<bool> ending = false;
     /// By the worker: it waits for the driver to complete an operation, and copies nothing.
     mutable std::atomic<bool> completing = false;
     /// By the worker, as soon as it is so: the memory is nowhere but on GPUs or in memory that this one process has, or the

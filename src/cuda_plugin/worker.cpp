@@ -136,9 +136,9 @@ void Worker::send(Request& request) {
     request.id = ++last_id_;
     if (::send(socket_.get(), &request, sizeof(request), MSG_NOSIGNAL) < 0) {
         const int error = errno;
-        if (error == EPIPE || error == ECONNRESET || may_be_killed())
+        if (error == EPIPE || error == ECONNRESET)
             kill();
-        else
+        else if (!kill_unless_needed())
             hangs_ = true;
         throw io_error("the driver worker does not listen", error);
     }

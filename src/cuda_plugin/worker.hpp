@@ -141,6 +141,7 @@ private:
     void kill() noexcept;
     bool is_dead(const DirectRecord* direct) const noexcept; ///< the task of that record
     bool may_be_killed() noexcept;
+    bool kill_unless_needed() noexcept; ///< Whether it was killed
     bool wait_for_end(int timeout_ms) noexcept;
     void await_initialize();
     void require_listening() const;

@@ -61,8 +61,8 @@ Worker::Received Worker::give_up(std::size_t index, const Call& call, const std:
         !is_dead(call.direct))
         patient_until_ = std::max(patient_until_, deadline_of(call));
     given_up_.insert(call.id);
-    if (under_way_.empty() && may_be_killed())
-        kill();
+    if (under_way_.empty())
+        kill_unless_needed();
     return {.index = index,
             .reply = {},
             .error = std::make_exception_ptr(Error(Errc::io, std::string(call.name) + " for pid " +
@@ -101,12 +101,26 @@ bool Worker::may_be_killed() noexcept {
     return true;
 }
 
+// It may be about to ask the driver for memory, in a call that was given up while another one was under way.
+bool Worker::kill_unless_needed() noexcept {
+    const auto set_ending = [this](bool ending) {
+        for (std::size_t i = 0; i < table_->task_count; ++i)
+            table_->tasks[i].direct.ending = ending;
+    };
+    set_ending(true);
+    const bool is_killed = may_be_killed();
+    if (is_killed)
+        kill();
+    set_ending(false);
+    return is_killed;
+}
+
 // Whatever it was asked, nobody knows what came of it.
 Worker::Received Worker::lose(std::size_t index, const Call& call, const std::string& why,
                               bool is_dead) {
-    if (is_dead || may_be_killed())
+    if (is_dead)
         kill();
-    else
+    else if (!kill_unless_needed())
         hangs_ = true; // it cannot be spoken to, and does by itself what is left to do
     Received received = give_up(index, call, why);
     received.lost = true;
@@ -219,8 +233,8 @@ Worker::Call Worker::call_of(std::uint64_t id, const char* name, int pid, std::u
 
 Worker::Answer Worker::wait(std::span<const Call> calls) {
     Received received = receive(calls);
-    if (under_way_.empty() && !given_up_.empty() && may_be_killed())
-        kill(); // the driver does not answer it, or its task is dead
+    if (under_way_.empty() && !given_up_.empty())
+        kill_unless_needed(); // the driver does not answer it, or its task is dead
     Answer answer{.index = received.index, .error = received.error, .lost = received.lost};
     const Status status = received.reply.status;
     if (!answer.error && status != Status::done && status != Status::nothing) {

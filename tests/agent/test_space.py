@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from gpustasis.agent import daemon
+from gpustasis.agent import daemon, space
 from gpustasis.agent.config import Config
 from gpustasis.agent.server import listen
 from gpustasis.agent.space import estimate
@@ -63,3 +63,27 @@ def test_what_is_in_memory_first_needs_room_there() -> None:
     )
     assert gpus - none == gpu
     assert everything - gpus > 1 << 20  # of this process
+
+
+def test_the_pool_of_the_arena_is_memory_that_is_there_for_one_dump(
+    place: Path, arena: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its files are what the last checkpoint was made of, and the next one writes into them."""
+    config = replace(Config(), store=place, memory_reserve=0)
+    arena.mkdir(mode=0o700, parents=True)
+    (arena / "pool").mkdir()
+    (arena / "pool" / "one").write_bytes(bytes(8 << 20))
+    (place / "settings.toml").write_text(f'arena = "{arena}"\n')
+    monkeypatch.setenv("GPUSTASIS_CONFIG", str(place / "settings.toml"))
+    monkeypatch.setattr(space, "available_memory", lambda: 100 << 20)
+    in_arena = space.Need(memory=108 << 20, disk=0, arena=50 << 20)
+    nothing = space.Need(0, 0)
+    assert space.why_not(in_arena, nothing, config) == ""
+    assert "it needs up to 108.0 MiB" in space.why_not(replace(in_arena, arena=0), nothing, config)
+    assert "100.0 MiB are there" in space.why_not(
+        in_arena, space.Need(memory=0, disk=0, arena=1), config
+    )
+    assert space.why_not(replace(in_arena, arena=7 << 20), nothing, config) != ""
+    assert space.why_not(replace(in_arena, memory=(108 << 20) + 1), nothing, config) != ""
+    (arena / "pool" / "one").unlink()
+    assert space.why_not(in_arena, nothing, config) != ""

@@ -285,7 +285,9 @@ class Queue:
                 free = not any(one.pids & job.pids for one in others if one.claim is not _NOTHING)
                 claims = [one.claim for one in others]
                 disk = sum(one.disk for one in claims) + total(self.operations.values(), left)
-                claimed = Need(sum(one.memory for one in claims), disk)
+                claimed = Need(
+                    sum(one.memory for one in claims), disk, sum(one.arena for one in claims)
+                )
                 why_not = space.why_not(need, claimed, self._config)
                 if free and not why_not:
                     job.claim = need

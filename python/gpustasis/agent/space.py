@@ -11,9 +11,12 @@ from pathlib import Path
 from typing import Literal
 
 from gpustasis import nvml
+from gpustasis._core import require_arena
 from gpustasis.agent.config import Config
 from gpustasis.agent.subjects import tree_pids
-from gpustasis.criu.plugin import driver_libraries
+from gpustasis.criu.plugin import driver_libraries, run_settings
+from gpustasis.draining.recycle import POOL, size_of
+from gpustasis.draining.room import ARENA
 from gpustasis.errors import AgentError, CheckpointError, DriverError
 from gpustasis.files import changeable_by_others
 from gpustasis.task import PROC, has_driver_thread
@@ -30,10 +33,12 @@ _DUMPED = ("RssAnon", "RssShmem", "VmSwap")
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Bytes. disk: at most; compression and an earlier checkpoint make it less."""
+    """Bytes. disk: at most; compression and an earlier checkpoint make it less. arena: of `memory`,
+    what goes into an arena."""
 
     memory: int
     disk: int
+    arena: int = 0
 
 
 # What is put into memory first: nothing, memory of GPUs, or the processes' own too.
@@ -50,7 +55,7 @@ def estimate(root: int, measured_gpu: int | None, in_arena: InArena = "") -> Nee
         gpu = _gpu_bytes() if any(map(_uses_gpu, pids)) else 0
     # The driver puts the GPUs' memory into the host's before it is stored.
     arena = {"": 0, "gpu": gpu, "all": gpu + plain}[in_arena]
-    return Need(memory=gpu + arena + _MEMORY_BESIDES, disk=plain + gpu + _DISK_BESIDES)
+    return Need(gpu + arena + _MEMORY_BESIDES, plain + gpu + _DISK_BESIDES, arena)
 
 
 def _plain_bytes(pid: int) -> int:
@@ -84,6 +89,16 @@ def available_memory() -> int:
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) << 10
     raise AgentError("/proc/meminfo names no MemAvailable")
+
+
+def _pool_bytes() -> int:
+    """Bytes of memory that the pool of the arena holds for the next dump."""
+    try:
+        arena = Path(str(run_settings(os.environ).get("arena") or ARENA))
+        require_arena(arena)
+        return size_of(arena / POOL)
+    except (CheckpointError, OSError, ValueError):  # the dump tells: it has no arena either
+        return 0
 
 
 def free_disk(place: Path) -> int:
@@ -120,6 +135,8 @@ def why_not(need: Need, claimed: Need, config: Config) -> str:
     """Why it does not fit beside what has been claimed: by those at work, and of the disk by what
     is to be drained; "": it fits."""
     memory = available_memory() - claimed.memory - config.memory_reserve
+    if need.arena and not claimed.arena:  # two cannot both have it
+        memory += min(_pool_bytes(), need.arena)
     if need.memory > memory:
         return (
             f"it needs up to {mib(need.memory)} of memory, and {mib(max(memory, 0))} are there "

@@ -12,9 +12,12 @@
 #include <unistd.h>
 
 #include <array>
+#include <atomic>
 #include <cerrno>
+#include <chrono>
 #include <functional>
 #include <string>
+#include <thread>
 #include <vector>
 
 using namespace gpustasis;
@@ -241,6 +244,32 @@ void what_was_stored_comes_back_though_its_name_is_gone() {
     CHECK(is_locked(record.pid) && state.memory[record.pid] == memory);
 }
 
+void no_memory_is_asked_for_while_criu_decides_whether_to_kill_this_process() {
+    Rig rig;
+    TaskRecord record;
+    fresh(record, ::getpid());
+    const auto memory = some_memory(true);
+    storage_driver::have(record.pid, memory);
+    rig.work.prepare(rig.driver, record.pid, {uuid(0), uuid(1)}, 2);
+    const auto waits_for_the_decision = [&record](const std::function<void()>& call) {
+        record.direct.ending = true;
+        std::atomic<bool> is_done = false;
+        std::thread thread([&] {
+            call();
+            is_done = true;
+        });
+        std::this_thread::sleep_for(std::chrono::milliseconds(300));
+        const bool waits = !is_done && !record.direct.held;
+        record.direct.ending = false;
+        thread.join();
+        return waits;
+    };
+    CHECK(waits_for_the_decision([&] { rig.work.checkpoint(rig.driver, record); }));
+    CHECK(record.direct.stored && !record.direct.asking && state.memory[record.pid] != memory);
+    CHECK(waits_for_the_decision([&] { rig.work.restore(rig.driver, record, {}); }));
+    CHECK(!record.direct.restoring && state.memory[record.pid] == memory);
+}
+
 void what_is_prepared_ahead_is_there_for_the_tasks() {
     Rig rig;
     const int hosts = state.hosts, contexts = state.contexts;
@@ -274,6 +303,7 @@ int main() {
     what_cannot_be_copied_stays_on_the_gpus_until_it_can();
     memory_of_a_gpu_that_nvml_lists_no_more_is_kept_and_comes_back();
     what_was_stored_comes_back_though_its_name_is_gone();
+    no_memory_is_asked_for_while_criu_decides_whether_to_kill_this_process();
     what_is_prepared_ahead_is_there_for_the_tasks();
     what_cannot_be_prepared_ahead_is_told_when_it_is_needed();
     CHECK(state.races == 0);
