@@ -70,10 +70,8 @@ private:
 /// Set `flag` of `direct` (asking or restoring) before the driver is asked. criu sets `ending` before it looks at the flags,
 /// so that a worker is killed before the driver is asked, or not at all.
 void announce(const DirectRecord& direct, std::atomic<bool>& flag) {
-    constexpr std::chrono::seconds kLongest(10); // criu may have died while it decided
-    const auto begin = Clock::now();
     flag = true;
-    while (direct.ending && Clock::now() - begin < kLongest) {
+    while (direct.ending) { // until criu has decided, or this worker has seen that it died
         flag = false;
         std::this_thread::sleep_for(std::chrono::milliseconds(1));
         flag = true;

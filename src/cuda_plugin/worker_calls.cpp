@@ -91,10 +91,12 @@ bool Worker::may_be_killed() noexcept {
         // In the order in which one takes the other's place: what is not seen any more here is seen there.
         const bool is_asked = record.direct.asking;
         const bool has_memory = record.direct.restoring || record.direct.held;
-        const bool completes =
-            (is_asked || record.direct.completing) &&
-            now < Clock::time_point(Clock::duration(record.direct.moved_at.load())) + whole_time;
-        if ((has_memory || completes) &&
+        const bool is_completing = record.direct.completing;
+        const Clock::time_point moved{Clock::duration(record.direct.moved_at.load())};
+        // A driver that does one operation after the other has only begun with it when it has answered the one before.
+        const bool is_at_work = (is_asked && now < std::max(moved, answered_) + whole_time) ||
+                                (is_completing && now < moved + whole_time);
+        if ((has_memory || is_at_work) &&
             proc::liveness(record.pid, record.start_time) != proc::Liveness::dead)
             return false;
     }

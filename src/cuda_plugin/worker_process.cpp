@@ -265,6 +265,8 @@ void run_worker(const Config& config, TaskTable& table, UndoImages& images, KeyH
         if (!serve(driver, config, table, calls, socket)) {
             if (table.on_orphaned == OnOrphaned::kill)
                 kill_when_orphaned(table, socket);
+            for (std::size_t i = 0; i < table.task_count; ++i)
+                table.tasks[i].direct.ending = false; // criu may have died while it decided
             undo_all([&driver]() -> Driver& { return driver.get(); }, config, table, images, calls);
             ::_exit(0); // a thread may have the key in use still
         }

@@ -53,7 +53,8 @@ struct State {
     std::atomic<bool> synchronizes = true;
     std::atomic<bool> nvml_answers = true; ///< which GPU is which device file
     std::atomic<unsigned> nvml_lists = kGpus;
-    std::mutex context_gate; ///< a context is made while nobody holds it
+    const std::atomic<bool>* announced = nullptr; ///< what must be set when memory is asked for
+    std::mutex context_gate;                      ///< a context is made while nobody holds it
 
     // What it has.
     std::atomic<int> contexts = 0;
@@ -65,6 +66,7 @@ struct State {
     std::atomic<int> waits = 0; ///< for streams
     std::atomic<int> late = 0;  ///< host_alloc while memory was handed over
     std::atomic<int> asked = 0;
+    std::atomic<int> unannounced = 0;
     std::atomic<int> races = 0; ///< begun on a stream while another still had to write there
 
     std::mutex mutex;
@@ -76,6 +78,11 @@ struct State {
     std::array<OneStream, kGpus> own;
 };
 inline State state;
+
+inline void see_announced() {
+    if (state.announced != nullptr && !*state.announced)
+        ++state.unannounced;
+}
 
 inline driver::Result begin(void* on, const OneStream::Write& write) {
     const std::lock_guard lock(state.mutex);
@@ -267,9 +274,11 @@ STORAGE_DRIVER_API cuCheckpointProcessUnlock(int, void*) {
 }
 STORAGE_DRIVER_API cuCheckpointProcessCheckpoint(int pid, gpustasis::driver::CheckpointArgs* args) {
     ++storage_driver::state.checkpoints;
+    storage_driver::see_announced();
     return storage_driver::hand_over(pid, args->storage, false);
 }
 STORAGE_DRIVER_API cuCheckpointProcessRestore(int pid, gpustasis::driver::RestoreArgs* args) {
+    storage_driver::see_announced();
     return storage_driver::hand_over(pid, args->storage, true);
 }
 STORAGE_DRIVER_API cuCheckpointOperationComplete(void* of) {

@@ -251,23 +251,29 @@ void no_memory_is_asked_for_while_criu_decides_whether_to_kill_this_process() {
     const auto memory = some_memory(true);
     storage_driver::have(record.pid, memory);
     rig.work.prepare(rig.driver, record.pid, {uuid(0), uuid(1)}, 2);
-    const auto waits_for_the_decision = [&record](const std::function<void()>& call) {
+    const auto waits_for_the_decision = [&record](const std::atomic<bool>& flag,
+                                                  const std::function<void()>& call) {
+        const auto memory_before = state.memory[record.pid];
+        state.announced = &flag;
         record.direct.ending = true;
-        std::atomic<bool> is_done = false;
-        std::thread thread([&] {
-            call();
-            is_done = true;
-        });
+        std::thread thread(call);
         std::this_thread::sleep_for(std::chrono::milliseconds(300));
-        const bool waits = !is_done && !record.direct.held;
+        bool waits = false;
+        {
+            const std::lock_guard lock(state.mutex);
+            waits = state.in_flight == 0 && state.memory[record.pid] == memory_before;
+        }
         record.direct.ending = false;
         thread.join();
-        return waits;
+        state.announced = nullptr;
+        return waits && !flag && state.unannounced == 0;
     };
-    CHECK(waits_for_the_decision([&] { rig.work.checkpoint(rig.driver, record); }));
-    CHECK(record.direct.stored && !record.direct.asking && state.memory[record.pid] != memory);
-    CHECK(waits_for_the_decision([&] { rig.work.restore(rig.driver, record, {}); }));
-    CHECK(!record.direct.restoring && state.memory[record.pid] == memory);
+    CHECK(waits_for_the_decision(record.direct.asking,
+                                 [&] { rig.work.checkpoint(rig.driver, record); }));
+    CHECK(record.direct.stored && state.memory[record.pid] != memory);
+    CHECK(waits_for_the_decision(record.direct.restoring,
+                                 [&] { rig.work.restore(rig.driver, record, {}); }));
+    CHECK(state.memory[record.pid] == memory);
 }
 
 void what_is_prepared_ahead_is_there_for_the_tasks() {
