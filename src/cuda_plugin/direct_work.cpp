@@ -92,6 +92,7 @@ void complete(std::unique_ptr<CustomStorage::Operation>& held, const DirectRecor
     begin_completing(direct);
     try {
         operation->complete();
+        touch(direct.moved_at); // the driver begins with the next one only now
     } catch (...) {
         direct.completing = false;
         throw;

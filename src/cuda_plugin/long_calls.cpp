@@ -35,11 +35,12 @@ void LongCalls::begin(pid_t pid, std::chrono::milliseconds limit, std::function<
 bool LongCalls::hangs(Call& call) const noexcept {
     if (call.has_ended->load())
         return false;
-    const Clock::time_point last_end{Clock::duration(last_end_->load())};
-    const Clock::time_point moved{
-        Clock::duration(call.moved_at == nullptr ? 0 : call.moved_at->load())};
-    call.was_found_hanging = call.was_found_hanging ||
-                             Clock::now() - std::max({call.begin, last_end, moved}) >= call.limit;
+    Clock::time_point last{Clock::duration(last_end_->load())};
+    for (const Call& one : calls_)
+        if (one.moved_at != nullptr)
+            last = std::max(last, Clock::time_point(Clock::duration(one.moved_at->load())));
+    call.was_found_hanging =
+        call.was_found_hanging || Clock::now() - std::max(call.begin, last) >= call.limit;
     return call.was_found_hanging;
 }
 

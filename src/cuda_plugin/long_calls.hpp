@@ -18,9 +18,9 @@ namespace gpustasis {
 /// _exit().
 class LongCalls {
 public:
-    /// Do `work`, which must throw nothing, for task `pid`. It hangs if for `limit` neither it nor any other has ended: a
-    /// driver may do one after the other. What moves, hangs no more: `moved_at`, if given, says when it did last, and is
-    /// there until the process ends. Throws std::system_error if there can be no thread.
+    /// Do `work`, which must throw nothing, for task `pid`. It hangs if for `limit` neither it nor any other has ended, or
+    /// moved memory: a driver may do one after the other. `moved_at`, if given, says when this one did last, and is there
+    /// until the process ends. Throws std::system_error if there can be no thread.
     void begin(pid_t pid, std::chrono::milliseconds limit, std::function<void()> work,
                const MovedAt* moved_at = nullptr);
 

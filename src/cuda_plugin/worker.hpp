@@ -84,9 +84,7 @@ public:
         std::uint32_t timeout_ms = 0;
         Clock::time_point deadline;
         const DirectRecord* direct =
-            nullptr; ///< of a task whose memory the worker may hold alone meanwhile
-        const MovedAt* moved_at =
-            nullptr;         ///< when memory was moved last, if it is, which puts the deadline off
+            nullptr;         ///< of a task whose memory the worker may hold alone meanwhile
         bool undoes = false; ///< in it a task is brought back, while the others of its tree wait
     };
     /// What came of one. error: as the call would have thrown it; none: it is done.

@@ -28,6 +28,7 @@ using worker_protocol::Status;
 // How often watched threads are looked at while calls are under way.
 constexpr int kWatchIntervalMs = 10;
 constexpr int kLongestPollMs = 60'000;
+constexpr std::chrono::seconds kStopped(3); // a poll that took so much longer
 
 /// Why a call under way will never be answered; empty while it may.
 std::string stopped_reason(pid_t tid, bool counts_stops) {
@@ -42,6 +43,11 @@ std::string stopped_reason(pid_t tid, bool counts_stops) {
         return "";
     return "its restore thread " + std::to_string(tid) + " stopped with signal " +
            std::to_string(info.si_status & 0xff) + " inside the driver";
+}
+
+std::chrono::steady_clock::time_point moved_of(const DirectRecord& direct) noexcept {
+    using Clock = std::chrono::steady_clock;
+    return Clock::time_point(Clock::duration(direct.moved_at.load()));
 }
 
 Request request_of(Op op, int pid) noexcept {
@@ -89,13 +95,12 @@ bool Worker::may_be_killed() noexcept {
     for (std::size_t i = 0; i < table_->task_count; ++i) {
         const TaskRecord& record = table_->tasks[i];
         // In the order in which one takes the other's place: what is not seen any more here is seen there.
-        const bool is_asked = record.direct.asking;
-        const bool has_memory = record.direct.restoring || record.direct.held;
+        // Whoever asks may wait for the driver as long as another process is at work there.
+        const bool has_memory =
+            record.direct.asking || record.direct.restoring || record.direct.held;
         const bool is_completing = record.direct.completing;
-        const Clock::time_point moved{Clock::duration(record.direct.moved_at.load())};
-        // A driver that does one operation after the other has only begun with it when it has answered the one before.
-        const bool is_at_work = (is_asked && now < std::max(moved, answered_) + whole_time) ||
-                                (is_completing && now < moved + whole_time);
+        const bool is_at_work =
+            is_completing && now < std::max(moved_of(record.direct), answered_) + whole_time;
         if ((has_memory || is_at_work) &&
             proc::liveness(record.pid, record.start_time) != proc::Liveness::dead)
             return false;
@@ -179,6 +184,10 @@ Worker::Received Worker::receive(std::span<const Call> calls) {
             return received;
         }
     }
+    const auto is_held = [this](const Call& call) {
+        return call.direct != nullptr && call.direct->held && !call.direct->completing &&
+               table_->on_orphaned != OnOrphaned::kill;
+    };
     const bool watches = std::ranges::any_of(calls, [](const Call& c) { return c.watched != 0; });
     for (;;) {
         const auto first =
@@ -189,24 +198,28 @@ Worker::Received Worker::receive(std::span<const Call> calls) {
         const int wait =
             static_cast<int>(std::clamp<long long>(left, kWatchIntervalMs, kLongestPollMs));
         pollfd poll{.fd = socket_.get(), .events = POLLIN, .revents = 0};
-        const int ready = ::poll(&poll, 1, watches ? std::min(wait, kWatchIntervalMs) : wait);
+        const int poll_ms = watches ? std::min(wait, kWatchIntervalMs) : wait;
+        const auto begin = Clock::now();
+        const int ready = ::poll(&poll, 1, poll_ms);
+        // This process was stopped, and the worker with it, as by the freezer of their cgroup: no call's time has passed.
+        if (Clock::now() - begin > std::chrono::milliseconds(poll_ms) + kStopped)
+            answered_ = Clock::now();
         if (ready < 0 && errno != EINTR)
             return lose(0, calls.front(), io_error("poll", errno).what(), false);
         if (ready > 0 && take_reply(calls, received))
             return received;
         if (ready > 0)
             continue;
+        const bool is_storing = std::ranges::any_of(calls, is_held);
         for (std::size_t i = 0; i < calls.size(); ++i) {
-            const DirectRecord* const direct = calls[i].direct;
-            const bool is_held = direct != nullptr && direct->held && !direct->completing &&
-                                 table_->on_orphaned != OnOrphaned::kill;
             if (calls[i].watched != 0)
-                if (const std::string why = stopped_reason(calls[i].watched, !is_held);
+                if (const std::string why = stopped_reason(calls[i].watched, !is_held(calls[i]));
                     !why.empty())
                     return give_up(i, calls[i], why);
-            // What holds memory alone is waited for, however long the storage takes. Not in an undo, where all others wait
-            // to run on: what stands still is left to the worker, which is not killed for that.
-            if ((!is_held || calls[i].undoes) && Clock::now() >= deadline_of(calls[i]))
+            // What holds memory alone is waited for, however long the storage takes, and what may wait in the driver behind
+            // it. Not in an undo, where all others wait to run on: what stands still is left to the worker, which is not
+            // killed for that.
+            if ((!is_storing || calls[i].undoes) && Clock::now() >= deadline_of(calls[i]))
                 return give_up(i, calls[i],
                                "no answer from the driver within " +
                                    std::to_string(calls[i].timeout_ms) + " ms");
@@ -214,12 +227,13 @@ Worker::Received Worker::receive(std::span<const Call> calls) {
     }
 }
 
-// A driver that answers one call after the other has only begun with it when it has answered the one before.
+// A driver that does one operation after the other has only begun with it when the one before has ended: as long as memory
+// of any task moves, it may not have.
 Worker::Clock::time_point Worker::deadline_of(const Call& call) const noexcept {
-    const Clock::time_point moved{
-        Clock::duration(call.moved_at == nullptr ? 0 : call.moved_at->load())};
-    return std::max(call.deadline,
-                    std::max(answered_, moved) + std::chrono::milliseconds(call.timeout_ms));
+    Clock::time_point moved = answered_;
+    for (std::size_t i = 0; i < table_->task_count; ++i)
+        moved = std::max(moved, moved_of(table_->tasks[i].direct));
+    return std::max(call.deadline, moved + std::chrono::milliseconds(call.timeout_ms));
 }
 
 Worker::Call Worker::call_of(std::uint64_t id, const char* name, int pid, std::uint32_t timeout_ms,
@@ -302,10 +316,8 @@ Worker::Call Worker::begin_of_record(Request& request, const char* name, const T
                                      pid_t tid, std::uint32_t timeout_ms) {
     request.task = static_cast<std::uint32_t>(&record - &table_->tasks[0]);
     Call call = begin(request, name, timeout_ms, tid);
-    if (worker_protocol::moves_memory(request.op)) {
+    if (worker_protocol::moves_memory(request.op))
         call.direct = &record.direct;
-        call.moved_at = &record.direct.moved_at;
-    }
     return call;
 }
 

@@ -193,6 +193,7 @@ void CustomStorage::take(const driver::StorageInfo* info, const Contexts& contex
         DeviceMemory& memory = into.devices_.emplace_back();
         memory.address = given.address;
         memory.size = given.size;
+        memory.stream = given.stream;
         // Whatever fails here, the memory is in this process's hands: it has to be copied, from whichever GPU it is.
         if (api_.stream_context(given.stream, &memory.context) != driver::kSuccess)
             memory.context = nullptr;
@@ -241,6 +242,11 @@ void CustomStorage::Operation::complete() {
 
 CustomStorage::Lane::Lane(CustomStorage& storage, const DeviceMemory& memory)
     : storage_(storage), device_(memory) {
+    // cuda.h allows copies on this stream, whose order is the driver's. It does not say that nothing is under way there when
+    // the memory is handed over, and our streams do not wait for it.
+    use_context();
+    driver::require(storage_.api_.stream_synchronize(device_.stream), "cuStreamSynchronize",
+                    " of the driver's stream");
     {
         const std::lock_guard lock(storage_.mutex_);
         if (Gpu* gpu = storage_.find(device_.context); gpu != nullptr && !gpu->lanes.empty()) {

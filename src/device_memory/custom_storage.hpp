@@ -60,8 +60,9 @@ struct CopyLane {
 struct DeviceMemory {
     Id uuid{}; ///< of the GPU
     driver::Context context = nullptr;
-    driver::DevicePtr address = 0; ///< in this process, until the operation is complete
-    std::uint64_t size = 0;        ///< bytes
+    driver::DevicePtr address = 0;   ///< in this process, until the operation is complete
+    std::uint64_t size = 0;          ///< bytes
+    driver::Stream stream = nullptr; ///< the driver's own, with what it may still do to that memory
 };
 
 /// Methods may be called from several threads at once, for different processes. Every error names the call.
@@ -129,8 +130,8 @@ private:
     using OwnedLane = std::unique_ptr<CopyLane, FreeLane>;
 
 public:
-    /// For copies from and to the GPU of `memory`, until the lane is destroyed. Makes another if all are in use.
-    /// Throws DriverError.
+    /// For copies from and to the GPU of `memory`, until the lane is destroyed. Waits for the driver's own stream, and
+    /// makes another lane if all are in use. Throws DriverError.
     class Lane {
     public:
         Lane(CustomStorage& storage, const DeviceMemory& memory);

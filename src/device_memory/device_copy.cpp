@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "device_memory/device_copy.hpp"
 
+#include "core/chunk_codec.hpp"
 #include "core/error.hpp"
 
 #include <algorithm>
@@ -266,8 +267,14 @@ struct DeviceSink::Device {
     }
 
     void write(std::uint64_t offset, Bytes bytes) {
-        if (offset + bytes.size() > size)
-            bytes = bytes.first(offset < size ? size - offset : 0);
+        if (offset + bytes.size() > size) { // what the region has more than the GPU is zero
+            const std::size_t real = offset < size ? size - offset : 0;
+            if (!is_zero(bytes.subspan(real)))
+                throw Error(Errc::corrupt_data, "the image holds more of a GPU than the " +
+                                                    std::to_string(size) +
+                                                    " bytes that the driver wants back");
+            bytes = bytes.first(real);
+        }
         while (!bytes.empty()) {
             const MutBytes host = take_free().first(std::min<std::uint64_t>(bytes.size(), kPiece));
             copy_bytes(bytes.first(host.size()), host.data());

@@ -26,7 +26,8 @@ from campaigns.tally import Tally
 from campaigns.victims import WATCH_S, kill_or_done
 from gpustasis._core import ARENA_MARKER, MANIFEST_NAME, read_manifest
 from gpustasis.draining.drain import drain
-from gpustasis.image.arena import Tier, stored_directory, tier_of
+from gpustasis.image.arena import OVER, Tier, stored_directory, tier_of
+from gpustasis.image.directory import is_there
 from gpustasis.image.verification import verify_directory
 from support.arena import dump, restore
 
@@ -217,7 +218,10 @@ def judge(place: Place, local: Local, job: SteadyJob | None, beside: Sequence[Pa
     assert not problems, f"it is {found}, and damaged: {problems[0]}"
     needed = [place.older.stored, *beside]
     if phase not in (RECYCLING, END):  # where not, a drain of another takes it back
-        require_only(place.arena, [*needed, local.stored])
+        # So it does from the note on, which comes before the marker goes.
+        is_over = is_there(local.stored / OVER)
+        assert not is_over or found == Tier.DURABLE
+        require_only(place.arena, needed if is_over else [*needed, local.stored])
     if job is not None:
         restore(place.rig, job, images)
         job.end()

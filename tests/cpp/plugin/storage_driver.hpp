@@ -44,6 +44,7 @@ struct Handle {
     std::array<driver::StoragePerDevice, kGpus> devices;
     int pid = 0;
     bool restores = false;
+    std::array<sample::Buffer, kGpus> gathered; ///< what it copies to where it hands it over
 };
 
 struct State {
@@ -134,6 +135,11 @@ inline driver::Result hand_over(int pid, driver::StorageInfo** info, bool restor
             continue;
         OneStream& stream = state.own[static_cast<std::size_t>(gpu)];
         stream.gpu = gpu;
+        // Not before somebody waits for its stream.
+        sample::Buffer& gathered = handle->gathered[static_cast<std::size_t>(gpu)];
+        gathered = restores ? sample::Buffer(memory.size(), std::byte{0xdd}) : memory;
+        stream.begun.push_back({memory.data(), gathered.data(), memory.size(), 0});
+        std::ranges::fill(memory, std::byte{0x5a});
         handle->devices[handle->info.device_count++] = {
             reinterpret_cast<driver::DevicePtr>(memory.data()), memory.size(), &stream};
     }
@@ -285,6 +291,8 @@ STORAGE_DRIVER_API cuCheckpointOperationComplete(void* of) {
     using storage_driver::state;
     const std::lock_guard lock(state.mutex);
     auto* handle = static_cast<storage_driver::Handle*>(of);
+    for (storage_driver::OneStream& stream : state.own)
+        storage_driver::do_all(stream);
     if (!handle->restores)
         for (sample::Buffer& memory : state.memory.at(handle->pid))
             std::ranges::fill(memory, std::byte{0xee});

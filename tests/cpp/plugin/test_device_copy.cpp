@@ -254,6 +254,22 @@ void a_stream_is_waited_for_once_for_all_that_was_copied_before() {
         CHECK(of.memory()[piece * kPiece] == std::byte(piece % 251));
 }
 
+// Its region is of whole pages, and the image does not say how long it was.
+void bytes_of_an_image_for_which_a_gpu_has_no_room_are_refused() {
+    constexpr std::size_t kPage = 4096, kSize = kPage + 100;
+    HandedOver of(kSize);
+    DeviceSink sink(of.storage, of.devices, of.moved_at);
+    std::vector<std::byte> page(kPage, std::byte{1});
+    CHECK_THROWS(Errc::corrupt_data, sink.write(device_address(0, kPage), page));
+    std::ranges::fill(std::span(page).subspan(kSize - kPage), std::byte{0});
+    sink.write(device_address(0, kPage), page);
+    page[kSize - kPage] = std::byte{1};
+    CHECK_THROWS(Errc::corrupt_data, sink.write(device_address(0, kPage), page));
+    sink.finish();
+    CHECK(of.memory()[kPage - 1] == std::byte{0});
+    CHECK(of.memory()[kPage] == std::byte{1} && of.memory()[kSize - 1] == std::byte{1});
+}
+
 // Of a driver that copies as late as it may.
 void no_piece_is_written_to_before_it_was_copied() {
     constexpr std::size_t kLaps = 3;
@@ -329,6 +345,7 @@ int main() {
     half_of_a_source_is_lent_and_the_rest_is_copied();
     half_of_a_sink_is_lent_and_the_rest_is_copied();
     what_a_sink_takes_back_needs_no_memory();
+    bytes_of_an_image_for_which_a_gpu_has_no_room_are_refused();
     a_stream_is_waited_for_once_for_all_that_was_copied_before();
     no_piece_is_written_to_before_it_was_copied();
     restores_on_one_gpu_have_page_locked_memory_each_before_the_driver_is_asked();

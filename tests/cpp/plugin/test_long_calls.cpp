@@ -78,6 +78,29 @@ void one_that_waits_for_another_does_not_hang() {
     CHECK(comes_true([&] { return !calls.is_in(kSecond); }));
 }
 
+// The driver may be at work there, and begin with this one after it.
+void one_that_waits_while_memory_of_another_moves_does_not_hang() {
+    LongCalls calls;
+    Gate first, second;
+    MovedAt moved_at = 0;
+    calls.begin(kFirst, std::chrono::hours(1), first.waits(), &moved_at);
+    calls.begin(kSecond, milliseconds(1'000), second.waits());
+    std::chrono::steady_clock::time_point last;
+    for (int i = 0; i < 30; ++i) {
+        last = std::chrono::steady_clock::now();
+        touch(moved_at);
+        std::this_thread::sleep_for(milliseconds(100));
+        const bool hangs = calls.hangs(kSecond);
+        if (std::chrono::steady_clock::now() - last < milliseconds(900)) // not held up itself
+            CHECK(!hangs);
+    }
+    CHECK(comes_true([&] { return calls.hangs(kSecond); }));
+    CHECK(std::chrono::steady_clock::now() - last > milliseconds(900));
+    first.open();
+    second.open();
+    CHECK(comes_true([&] { return !calls.is_in(kFirst) && !calls.is_in(kSecond); }));
+}
+
 // Others that end behind it are no sign of its life, also where nobody has asked for its task.
 void one_that_hangs_behind_another_at_work_is_found() {
     LongCalls calls;
@@ -100,5 +123,6 @@ int main() {
     one_that_does_not_end_hangs_and_is_in_its_task_still();
     one_of_a_task_that_has_died_hangs_soon();
     one_that_waits_for_another_does_not_hang();
+    one_that_waits_while_memory_of_another_moves_does_not_hang();
     one_that_hangs_behind_another_at_work_is_found();
 }

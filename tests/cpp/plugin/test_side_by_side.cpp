@@ -13,13 +13,11 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <atomic>
 #include <chrono>
 #include <csignal>
 #include <cstdint>
 #include <optional>
 #include <set>
-#include <thread>
 #include <vector>
 
 using namespace gpustasis;
@@ -157,44 +155,6 @@ void who_gives_one_call_up_waits_for_the_others() {
     CHECK(second.index == 0 && !second.error && !second.lost);
     CHECK(!rig.worker->is_there()); // what hangs is ended with it
     CHECK(rig.worker->state(8) == ProcessState::running);
-    rig.worker->stop();
-}
-
-// Its time counts from the answer before: the driver has not begun with it earlier.
-void who_waits_to_be_handed_memory_is_not_killed_when_the_one_before_has_ended() {
-    const Bystander task;
-    const Variable hangs("SLOW_DRIVER_HANGS", "7");
-    const Variable slow("SLOW_DRIVER_CHECKPOINT_MS", "2000");
-    Rig rig(OnOrphaned::undo);
-    TaskRecord& record = rig.table.add(task.pid());
-    record.start_time = proc::start_time(task.pid());
-    rig.config.driver_timeout_ms = 500;
-    std::vector<Worker::Call> calls{rig.worker->begin_checkpoint(7, 0)};
-    rig.config.driver_timeout_ms = 60'000;
-    calls.push_back(rig.worker->begin_checkpoint(8, 0));
-    record.direct.asking = true; // for longer than it has by itself: moved_at is 0
-    CHECK(rig.worker->wait(calls).error);
-    calls.erase(calls.begin());
-    CHECK(!rig.worker->wait(calls).error);
-    CHECK(rig.worker->is_there());
-    // Whenever it may be killed, it is told so first.
-    std::atomic<bool> ends = false, seen = false;
-    std::thread watching([&] {
-        while (!ends)
-            if (record.direct.ending)
-                seen = true;
-    });
-    for (int i = 0; i < 10'000 && !seen; ++i) {
-        calls = {rig.worker->begin_unlock(8, 0)};
-        CHECK(!rig.worker->wait(calls).error);
-    }
-    ends = true;
-    watching.join();
-    CHECK(seen && !record.direct.ending);
-    rig.config.driver_timeout_ms = 500;
-    calls = {rig.worker->begin_checkpoint(7, 0)};
-    CHECK(rig.worker->wait(calls).error);
-    CHECK(!rig.worker->is_there()); // it has had its whole time
     rig.worker->stop();
 }
 
@@ -370,7 +330,6 @@ int main() {
     after_a_failure_none_is_begun_and_all_are_waited_for();
     what_memory_has_no_room_for_at_once_is_done_in_turn();
     who_gives_one_call_up_waits_for_the_others();
-    who_waits_to_be_handed_memory_is_not_killed_when_the_one_before_has_ended();
     a_late_answer_breaks_off_no_other_call();
     who_hangs_in_a_quick_call_is_asked_nothing_more();
     who_dies_has_lost_all_calls();
