@@ -67,8 +67,6 @@ _CRIU_SAYS_LOST = "the GPU memory of pid {} is lost"
 _LEFT = "cuda_plugin: pid {} is left as it is"
 _FAILED = "in the driver's state FAILED"
 LOST_WITH_WORKER = "lost with the worker"
-
-
 # Where memory is lost or the driver gives up, a worker that lives on tries again for 10 s: there
 # the others have more turns.
 _LONG = (*AT_RISK, RESTORING)
@@ -88,7 +86,8 @@ class _Killed:
     itself died, which may be a later one; proofs: in which tasks its code stood then. steps and
     output: of the job, which stood. finished: the checkpoint was complete, by its files.
     goes_back: and the job on its way back. undisturbed: criu had ended before, and nobody was
-    killed. status: criu's."""
+    killed. status: criu's. lost, failed: tasks that are lost with the worker or given up by the
+    driver, as they may be."""
 
     asked: Victims
     phase: str = ""
@@ -103,6 +102,8 @@ class _Killed:
     goes_back: bool = False
     undisturbed: bool = False
     status: int = 0
+    lost: set[int] = field(default_factory=set)
+    failed: set[int] = field(default_factory=set)
 
     def __str__(self) -> str:
         return f"{self.victim if self.done else self.asked} killed in {self.phase}"
@@ -156,12 +157,12 @@ def run(
                     jobs.drop()
                 shutil.rmtree(images)
             except AssertionError as wrong:
-                _fail(tally, job, killed, wrong)
-                jobs.drop()
                 try:
+                    _fail(rig, tally, job, killed, wrong)
                     _judge_checkpoint(rig, None, images, killed, tally, used)
                 except AssertionError as worse:
                     tally.failures.append(f"{killed}: {worse}")
+                jobs.drop()
     if PHASES[-1] in names:  # a criu that dies there has dumped all
         tally.require_restored()
     hits.note(tally)
@@ -174,10 +175,14 @@ _WHOLE = "a whole checkpoint is left"
 _REFUSED = "what is left is no checkpoint, and is not restored"
 
 
-def _fail(tally: Tally, job: SteadyJob, killed: _Killed, wrong: AssertionError) -> None:
-    """Unless what was lost is CRIU's own loss."""
-    loss = losses.judge_in(killed.criu_in, job, killed.proofs)
+def _fail(rig: Rig, tally: Tally, job: SteadyJob, killed: _Killed, wrong: AssertionError) -> None:
+    """Unless what was lost is CRIU's own loss. Of the other tasks the worker that dies after criu
+    may lose one as well, which then makes no step."""
+    gone = killed.lost | killed.failed
+    loss = losses.judge_in(killed.criu_in, job, killed.proofs, gone)
     if killed.criu_in == losses.CRIUS_PHASE and not loss.lacks:
+        if gone:
+            _require_suspended(rig, job, killed.lost, killed.failed, killed)
         tally.counts[f"LOST to {loss.of_what}, CRIU's own code stood there"] += 1
     else:
         tally.failures.append(f"{killed}: {wrong}; {loss.lacks}")
@@ -222,11 +227,7 @@ def _measure_one(rig: Rig, job: SteadyJob) -> dict[str, float]:
 
 
 def _kill(
-    rig: Rig,
-    job: SteadyJob,
-    images: Path,
-    aim: tuple[str, float, float],
-    killed: _Killed,
+    rig: Rig, job: SteadyJob, images: Path, aim: tuple[str, float, float], killed: _Killed
 ) -> None:
     """aim: the phase, how many seconds after its begin, and after the first dies the second."""
     wanted, seconds, later_s = aim
@@ -290,9 +291,8 @@ def _judge(rig: Rig, job: SteadyJob, images: Path, killed: _Killed) -> str:
     failed = {pid for pid, text in said.items() if _FAILED in text}
     wrong = {pid: text for pid, text in said.items() if text and pid not in lost | failed}
     assert not wrong, f"recover: {wrong}"
-    # The driver's answer came too late to be seen; these states tell what it would have been.
     if lost and killed.phase == CHECKPOINT:
-        killed.phase = HANDING_OVER
+        killed.phase = HANDING_OVER  # the driver's answer came too late to be seen
     if failed and killed.phase == FINISH and killed.goes_back:
         killed.phase = RESTORING
     log = log_of(images)
@@ -307,6 +307,7 @@ def _judge(rig: Rig, job: SteadyJob, images: Path, killed: _Killed) -> str:
     if victim is Victims.CRIU_FIRST:  # then the worker had begun to hand back
         given_up = killed.phase in PHASES[PHASES.index(HANDING_OVER) :]
     assert not failed or given_up, f"given up by the driver: {failed}"
+    killed.lost, killed.failed = lost, failed
     job.run_on(without=lost | failed)
     if not lost and not failed:
         return _RUNS_ON
@@ -369,9 +370,8 @@ def _require_suspended(
     time.sleep(_STANDS_S)
     driver, now = driver_of(rig.environ), job.steps()
     for pid in lost | failed:
-        state = driver.get_state(pid)
         wanted = ProcessState.CHECKPOINTED if pid in lost else ProcessState.FAILED
-        assert state is wanted, f"pid {pid} is {state.name}, not {wanted.name}"
+        assert (state := driver.get_state(pid)) is wanted, f"pid {pid} is {state.name}"
         assert now[pid] == killed.steps[pid], f"pid {pid} lacks memory, and has made steps"
 
 

@@ -49,17 +49,17 @@ class Loss:
         return " and ".join(sorted(hows - {"SIGKILL"} or hows)) or "a hang"
 
 
-def judge_in(phase: str, job: Tree, proofs: Mapping[int, str]) -> Loss:
+def judge_in(phase: str, job: Tree, proofs: Mapping[int, str], gone: Collection[int] = ()) -> Loss:
     """The same of a dump that was killed in that phase."""
     if phase == CRIUS_PHASE:
-        return judge(job, proofs)
+        return judge(job, proofs, gone)
     deaths = _deaths(job)
     return Loss(deaths, f"in this phase no code of CRIU's stands in a task; {_told(deaths)}")
 
 
-def judge(job: Tree, proofs: Mapping[int, str]) -> Loss:
-    """proofs: tasks in which CRIU's code stood, and what showed it. What dies while we look is
-    judged as well."""
+def judge(job: Tree, proofs: Mapping[int, str], gone: Collection[int] = ()) -> Loss:
+    """proofs: tasks in which CRIU's code stood, and what showed it. gone: that the same kill has
+    suspended for good, which is judged elsewhere. What dies while we look is judged as well."""
     root = job.pids[0]
     while True:
         deaths = _deaths(job)
@@ -69,7 +69,7 @@ def judge(job: Tree, proofs: Mapping[int, str]) -> Loss:
         if lacks or root in deaths:
             return Loss(deaths, lacks)
         try:
-            job.run_on(without=deaths)
+            job.run_on(without={*deaths, *gone})
         except AssertionError as hung:
             if _deaths(job) == deaths:
                 return Loss(deaths, f"the others do not run on: {hung}")

@@ -131,6 +131,19 @@ def test_who_is_left_must_run_on() -> None:
     assert "the others do not run on" in judged({CHILD: TRAP}, [CHILD], hangs=True).lacks
 
 
+def test_what_another_death_has_suspended_need_not_run_on() -> None:
+    """As a task that the driver has given up, when the worker died after criu."""
+    with tree_of({}, hangs=False) as tree:
+        tree.kill(CHILD, TRAP)
+        asked: list[set[int]] = []
+        tree.run_on = lambda *, without: asked.append(set(without))  # type: ignore[method-assign]
+        child, other = tree.pids[CHILD], tree.pids[OTHER]
+        loss = losses.judge_in(losses.CRIUS_PHASE, tree, {child: "it stands there"}, {other})
+        assert loss.lacks == "" and set(loss.deaths) == {child}
+        assert asked == [{child, other}]
+        assert losses.judge_in(losses.CRIUS_PHASE, tree, {}, {child}).lacks
+
+
 def test_what_dies_later_is_judged_as_well() -> None:
     late = {OTHER: TRAP}
     assert judged({CHILD: TRAP}, [CHILD, OTHER], late=late).lacks == ""
