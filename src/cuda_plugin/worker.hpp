@@ -150,7 +150,8 @@ private:
     bool take_reply(std::span<const Call> calls, Received& received);
     worker_protocol::Reply receive(std::uint64_t id, const char* call, int pid,
                                    std::uint32_t timeout_ms);
-    Clock::time_point deadline_of(const Call& call) const noexcept;
+    Clock::time_point last_sign() const noexcept; ///< of life, by any call
+    static Clock::time_point deadline_of(const Call& call, Clock::time_point last_sign) noexcept;
     void finish(const Call& call);
     Call call_of(std::uint64_t id, const char* name, int pid, std::uint32_t timeout_ms,
                  pid_t tid) const noexcept;

@@ -63,9 +63,11 @@ Worker::Received Worker::give_up(std::size_t index, const Call& call, const std:
     if (under_way_.erase(call.id) == 0)
         hangs_ = true; // in a call that it makes between two requests
     // A task that is stopped in the middle of the driver's call goes on once it is let go; then the memory is the worker's.
-    if (call.direct != nullptr && call.direct->begun && Clock::now() < deadline_of(call) &&
-        !is_dead(call.direct))
-        patient_until_ = std::max(patient_until_, deadline_of(call));
+    if (call.direct != nullptr && call.direct->begun) {
+        const Clock::time_point deadline = deadline_of(call, last_sign());
+        if (Clock::now() < deadline && !is_dead(call.direct))
+            patient_until_ = std::max(patient_until_, deadline);
+    }
     given_up_.insert(call.id);
     if (under_way_.empty())
         kill_unless_needed();
@@ -190,11 +192,12 @@ Worker::Received Worker::receive(std::span<const Call> calls) {
     };
     const bool watches = std::ranges::any_of(calls, [](const Call& c) { return c.watched != 0; });
     for (;;) {
+        const Clock::time_point before = last_sign();
         const auto first =
-            std::ranges::min(calls, {}, [this](const Call& one) { return deadline_of(one); });
-        const auto left =
-            std::chrono::duration_cast<std::chrono::milliseconds>(deadline_of(first) - Clock::now())
-                .count();
+            std::ranges::min(calls, {}, [&](const Call& one) { return deadline_of(one, before); });
+        const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(
+                              deadline_of(first, before) - Clock::now())
+                              .count();
         const int wait =
             static_cast<int>(std::clamp<long long>(left, kWatchIntervalMs, kLongestPollMs));
         pollfd poll{.fd = socket_.get(), .events = POLLIN, .revents = 0};
@@ -211,6 +214,7 @@ Worker::Received Worker::receive(std::span<const Call> calls) {
         if (ready > 0)
             continue;
         const bool is_storing = std::ranges::any_of(calls, is_held);
+        const Clock::time_point sign = last_sign();
         for (std::size_t i = 0; i < calls.size(); ++i) {
             if (calls[i].watched != 0)
                 if (const std::string why = stopped_reason(calls[i].watched, !is_held(calls[i]));
@@ -219,7 +223,7 @@ Worker::Received Worker::receive(std::span<const Call> calls) {
             // What holds memory alone is waited for, however long the storage takes, and what may wait in the driver behind
             // it. Not in an undo, where all others wait to run on: what stands still is left to the worker, which is not
             // killed for that.
-            if ((!is_storing || calls[i].undoes) && Clock::now() >= deadline_of(calls[i]))
+            if ((!is_storing || calls[i].undoes) && Clock::now() >= deadline_of(calls[i], sign))
                 return give_up(i, calls[i],
                                "no answer from the driver within " +
                                    std::to_string(calls[i].timeout_ms) + " ms");
@@ -229,11 +233,16 @@ Worker::Received Worker::receive(std::span<const Call> calls) {
 
 // A driver that does one operation after the other has only begun with it when the one before has ended: as long as memory
 // of any task moves, it may not have.
-Worker::Clock::time_point Worker::deadline_of(const Call& call) const noexcept {
-    Clock::time_point moved = answered_;
+Worker::Clock::time_point Worker::last_sign() const noexcept {
+    Clock::time_point last = answered_;
     for (std::size_t i = 0; i < table_->task_count; ++i)
-        moved = std::max(moved, moved_of(table_->tasks[i].direct));
-    return std::max(call.deadline, moved + std::chrono::milliseconds(call.timeout_ms));
+        last = std::max(last, moved_of(table_->tasks[i].direct));
+    return last;
+}
+
+Worker::Clock::time_point Worker::deadline_of(const Call& call,
+                                              Clock::time_point last_sign) noexcept {
+    return std::max(call.deadline, last_sign + std::chrono::milliseconds(call.timeout_ms));
 }
 
 Worker::Call Worker::call_of(std::uint64_t id, const char* name, int pid, std::uint32_t timeout_ms,
