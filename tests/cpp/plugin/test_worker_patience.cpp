@@ -75,11 +75,11 @@ void what_may_wait_behind_memory_that_moves_is_not_given_up() {
     Rig rig(OnOrphaned::undo);
     TaskRecord& record = rig.table.add(task.pid());
     record.start_time = proc::start_time(task.pid());
-    rig.config.driver_timeout_ms = 500;
+    rig.config.driver_timeout_ms = 3'000;
     std::vector<Worker::Call> calls{rig.worker->begin_checkpoint(7, 0)};
     std::atomic<bool> moves = true;
     std::thread moving([&] {
-        for (int i = 0; i < 30; ++i) {
+        for (int i = 0; i < 60; ++i) {
             touch(record.direct.moved_at);
             std::this_thread::sleep_for(std::chrono::milliseconds(100));
         }
@@ -101,7 +101,7 @@ void nothing_is_given_up_because_all_were_stopped() {
     CHECK(worker != 0);
     const pid_t freezer = ::fork();
     if (freezer == 0) {
-        ::poll(nullptr, 0, 500);
+        ::poll(nullptr, 0, 1'500);
         ::kill(worker, SIGSTOP);
         ::kill(self, SIGSTOP);
         ::poll(nullptr, 0, 9'000);
