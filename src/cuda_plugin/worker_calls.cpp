@@ -27,7 +27,7 @@ using worker_protocol::Status;
 
 // How often watched threads are looked at while calls are under way.
 constexpr int kWatchIntervalMs = 10;
-constexpr int kLongestPollMs = 60'000;
+constexpr int kLongestPollMs = 1'000;       // a stop that falls into one is to be seen
 constexpr std::chrono::seconds kStopped(3); // a poll that took so much longer
 
 /// Why a call under way will never be answered; empty while it may.

@@ -197,6 +197,7 @@ void CustomStorage::take(const driver::StorageInfo* info, const Contexts& contex
         // Whatever fails here, the memory is in this process's hands: it has to be copied, from whichever GPU it is.
         if (api_.stream_context(given.stream, &memory.context) != driver::kSuccess)
             memory.context = nullptr;
+        memory.stream_context = memory.context;
         const auto gpu = std::ranges::find(contexts, memory.context, &Contexts::value_type::second);
         if (gpu != contexts.end())
             memory.uuid = gpu->first;
@@ -240,13 +241,30 @@ void CustomStorage::Operation::complete() {
     driver::require(storage_->api_.complete(handle), "cuCheckpointOperationComplete", of_pid(pid_));
 }
 
+// cuda.h allows copies on the driver's stream, whose order is the driver's. It does not say that nothing is under way there
+// when the memory is handed over, and our streams do not wait for it.
+void CustomStorage::wait_for_driver(const DeviceMemory& memory) {
+    if (memory.stream_context != nullptr &&
+        api_.context_set(memory.stream_context) == driver::kSuccess &&
+        api_.stream_synchronize(memory.stream) == driver::kSuccess)
+        return;
+    // A stream that cannot be waited for makes no memory unreadable: it is of a primary context, as all of these.
+    std::vector<driver::Context> contexts;
+    {
+        const std::lock_guard lock(mutex_);
+        for (const Gpu& gpu : gpus_)
+            if (gpu.context != nullptr)
+                contexts.push_back(gpu.context);
+    }
+    for (driver::Context context : contexts) {
+        driver::require(api_.context_set(context), "cuCtxSetCurrent");
+        driver::require(api_.context_synchronize(), "cuCtxSynchronize");
+    }
+}
+
 CustomStorage::Lane::Lane(CustomStorage& storage, const DeviceMemory& memory)
     : storage_(storage), device_(memory) {
-    // cuda.h allows copies on this stream, whose order is the driver's. It does not say that nothing is under way there when
-    // the memory is handed over, and our streams do not wait for it.
-    use_context();
-    driver::require(storage_.api_.stream_synchronize(device_.stream), "cuStreamSynchronize",
-                    " of the driver's stream");
+    storage_.wait_for_driver(device_);
     {
         const std::lock_guard lock(storage_.mutex_);
         if (Gpu* gpu = storage_.find(device_.context); gpu != nullptr && !gpu->lanes.empty()) {

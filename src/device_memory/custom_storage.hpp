@@ -30,6 +30,7 @@ namespace gpustasis {
     X(context_retain, cuDevicePrimaryCtxRetain, (driver::Context * context, int device))           \
     X(context_release, cuDevicePrimaryCtxRelease_v2, (int device))                                 \
     X(context_set, cuCtxSetCurrent, (driver::Context context))                                     \
+    X(context_synchronize, cuCtxSynchronize, ())                                                   \
     X(stream_create, cuStreamCreate, (driver::Stream * stream, unsigned flags))                    \
     X(stream_destroy, cuStreamDestroy_v2, (driver::Stream stream))                                 \
     X(stream_context, cuStreamGetCtx, (driver::Stream stream, driver::Context * context))          \
@@ -60,9 +61,11 @@ struct CopyLane {
 struct DeviceMemory {
     Id uuid{}; ///< of the GPU
     driver::Context context = nullptr;
-    driver::DevicePtr address = 0;   ///< in this process, until the operation is complete
-    std::uint64_t size = 0;          ///< bytes
-    driver::Stream stream = nullptr; ///< the driver's own, with what it may still do to that memory
+    driver::DevicePtr address = 0; ///< in this process, until the operation is complete
+    std::uint64_t size = 0;        ///< bytes
+    /// The driver's own, with what it may still do to that memory, and its context; nullptr: that cannot be told.
+    driver::Stream stream = nullptr;
+    driver::Context stream_context = nullptr;
 };
 
 /// Methods may be called from several threads at once, for different processes. Every error names the call.
@@ -183,6 +186,7 @@ private:
     Contexts begin(int pid, Operation& into);
     void take(const driver::StorageInfo* info, const Contexts& contexts, Operation& into);
     OwnedLane make_lane(driver::Context context) const;
+    void wait_for_driver(const DeviceMemory& memory);
     Gpu* find(driver::Context context) noexcept;
 
     Api api_;

@@ -52,6 +52,8 @@ struct State {
     std::atomic<int> host_allocs_left = 1000; ///< the next ones fail
     std::atomic<int> streams_left = 1000;
     std::atomic<bool> synchronizes = true;
+    std::atomic<bool> knows_own_streams =
+        true;                              ///< else nothing can be done with those that it gives
     std::atomic<bool> nvml_answers = true; ///< which GPU is which device file
     std::atomic<unsigned> nvml_lists = kGpus;
     const std::atomic<bool>* announced = nullptr; ///< what must be set when memory is asked for
@@ -106,6 +108,10 @@ inline void do_all(OneStream& stream) {
     stream.begun.clear();
 }
 inline thread_local int current = -1;
+inline bool is_unknown(void* stream) {
+    return !state.knows_own_streams &&
+           std::ranges::any_of(state.own, [&](const OneStream& one) { return &one == stream; });
+}
 
 inline Id uuid(int gpu) {
     return sample::id_of(static_cast<unsigned char>(0x30 + gpu));
@@ -212,6 +218,8 @@ STORAGE_DRIVER_API cuStreamDestroy_v2(void* stream) {
     return 0;
 }
 STORAGE_DRIVER_API cuStreamGetCtx(void* stream, void** context) {
+    if (storage_driver::is_unknown(stream))
+        return gpustasis::driver::kInvalidContext;
     *context = storage_driver::context(static_cast<storage_driver::OneStream*>(stream)->gpu);
     return 0;
 }
@@ -219,12 +227,22 @@ STORAGE_DRIVER_API cuStreamSynchronize(void* stream) {
     ++storage_driver::state.waits;
     const bool is_current =
         static_cast<storage_driver::OneStream*>(stream)->gpu == storage_driver::current;
+    if (storage_driver::is_unknown(stream))
+        return gpustasis::driver::kInvalidContext;
     if (storage_driver::state.synchronizes && is_current) {
         const std::lock_guard lock(storage_driver::state.mutex);
         storage_driver::do_all(*static_cast<storage_driver::OneStream*>(stream));
     }
     return storage_driver::state.synchronizes && is_current ? 0
                                                             : gpustasis::driver::kInvalidContext;
+}
+STORAGE_DRIVER_API cuCtxSynchronize() {
+    using storage_driver::state;
+    if (!state.synchronizes)
+        return gpustasis::driver::kInvalidContext;
+    const std::lock_guard lock(state.mutex);
+    storage_driver::do_all(state.own[static_cast<std::size_t>(storage_driver::current)]);
+    return 0;
 }
 STORAGE_DRIVER_API cuMemHostAlloc(void** memory, std::size_t size, unsigned) {
     using storage_driver::state;

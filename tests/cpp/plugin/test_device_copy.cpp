@@ -270,6 +270,24 @@ void bytes_of_an_image_for_which_a_gpu_has_no_room_are_refused() {
     CHECK(of.memory()[kPage] == std::byte{1} && of.memory()[kSize - 1] == std::byte{1});
 }
 
+// Whatever cannot be done with it: the memory is here, and has to be copied.
+void memory_whose_stream_is_not_known_is_waited_for_all_the_same() {
+    constexpr std::size_t kSize = 1 << 20;
+    state.knows_own_streams = false;
+    {
+        HandedOver of(kSize);
+        DeviceSource source(of.storage, of.devices, of.moved_at);
+        std::vector<std::byte> read(kSize);
+        source.read(device_address(of.devices.front().number, 0), read);
+        CHECK(std::ranges::equal(read, sample::random_bytes(kSize, 1)));
+    }
+    state.knows_own_streams = true;
+    HandedOver of(kSize);
+    state.synchronizes = false; // nothing can be waited for: nothing is read
+    CHECK_THROWS(Errc::io, DeviceSource(of.storage, of.devices, of.moved_at));
+    state.synchronizes = true;
+}
+
 // Of a driver that copies as late as it may.
 void no_piece_is_written_to_before_it_was_copied() {
     constexpr std::size_t kLaps = 3;
@@ -346,6 +364,7 @@ int main() {
     half_of_a_sink_is_lent_and_the_rest_is_copied();
     what_a_sink_takes_back_needs_no_memory();
     bytes_of_an_image_for_which_a_gpu_has_no_room_are_refused();
+    memory_whose_stream_is_not_known_is_waited_for_all_the_same();
     a_stream_is_waited_for_once_for_all_that_was_copied_before();
     no_piece_is_written_to_before_it_was_copied();
     restores_on_one_gpu_have_page_locked_memory_each_before_the_driver_is_asked();
