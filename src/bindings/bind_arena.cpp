@@ -69,6 +69,18 @@ void bind_arena(py::module_& m) {
         "The marker in an image directory; None: there is none. Raises OSError, CorruptDataError,\n"
         "UnsupportedDataError.");
     m.def(
+        "is_arena_lost",
+        [](const std::filesystem::path& dir) {
+            const UniqueFd images = open_dir(dir);
+            const std::optional<ArenaMarker> marker = find_marker(images.get());
+            return marker && is_lost(images.get(), *marker);
+        },
+        py::arg("dir"),
+        "Whether the memory that the marker in an image directory leads to is gone for certain; "
+        "False:\n"
+        "it is there, or there is no marker. Raises OSError if that cannot be told, ValueError,\n"
+        "CorruptDataError, UnsupportedDataError.");
+    m.def(
         "read_arena_owner",
         [](const std::filesystem::path& dir) { return read_owner(open_dir(dir).get()); },
         py::arg("dir"),

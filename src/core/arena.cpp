@@ -227,13 +227,30 @@ std::optional<ArenaMarker> find_marker(int image_dir) {
     return parse_marker(read_text(file.get(), name), name);
 }
 
-bool is_lost(const ArenaMarker& marker) {
+bool is_lost(int image_dir, const ArenaMarker& marker) {
     if (marker.boot_id != this_boot())
         return true;
     if (::faccessat(AT_FDCWD, marker.directory.c_str(), F_OK, AT_SYMLINK_NOFOLLOW) == 0)
         return false;
     if (errno != ENOENT)
         throw io_error("cannot look for " + marker.directory, errno);
+    const std::string path = marker.directory.substr(0, marker.directory.rfind('/'));
+    const UniqueFd arena(::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC));
+    if (!arena)
+        throw io_error("cannot open " + path, errno);
+    struct stat now {
+    }, then{};
+    if (::fstat(arena.get(), &now) != 0 ||
+        ::fstatat(image_dir, kArenaMarker, &then, AT_SYMLINK_NOFOLLOW) != 0)
+        throw io_error("cannot examine " + path + " or the marker that leads there", errno);
+    // Where an arena was mounted that is not seen from here, in another mount namespace, another directory is seen.
+    const auto time_of = [](const struct stat& status) {
+        return std::pair(status.st_mtim.tv_sec, status.st_mtim.tv_nsec);
+    };
+    if (time_of(now) < time_of(then))
+        throw Error(Errc::io, path + " is older than the marker that leads to " + marker.directory +
+                                  ": the arena may not be seen from here");
+    require_arena(arena.get(), path);
     return true;
 }
 

@@ -52,8 +52,9 @@ ArenaOwner parse_owner(const std::string& text, const std::string& name);
 
 /// The marker in `image_dir`; nullopt: there is none. Throws Error: io, as parse_marker().
 std::optional<ArenaMarker> find_marker(int image_dir);
-/// Whether the memory that it leads to is gone: this host was booted since, or its directory is not there. Throws Error: io.
-bool is_lost(const ArenaMarker& marker);
+/// Whether the memory that `marker`, of `image_dir`, leads to is gone: this host was booted since, or its arena has lost
+/// that directory. Throws Error: io if that cannot be told, as of an arena that is not seen from here.
+bool is_lost(int image_dir, const ArenaMarker& marker);
 /// Of a directory of an arena. Throws Error: io (also if there is none), as parse_owner().
 ArenaOwner read_owner(int directory);
 

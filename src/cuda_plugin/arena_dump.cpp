@@ -119,7 +119,7 @@ bool is_local(int image_dir) {
     if (is_there(image_dir, kManifestName) || !is_there(image_dir, kInventoryImage))
         return false;
     const std::optional<ArenaMarker> marker = find_marker(image_dir);
-    if (!marker || is_lost(*marker))
+    if (!marker || is_lost(image_dir, *marker))
         return false;
     // One that was emptied has no owner either, which is no reason to refuse.
     const std::string manifest = marker->directory + "/" + kManifestName;

@@ -172,12 +172,19 @@ std::string ArenaRoom::why_not(const ArenaNeed& need) {
     if (!turn || !lock_file(turn.get(), LOCK_EX, kLockPatienceMs, "the arena"))
         throw Error(Errc::io, "another dump has looked for room in the arena for " +
                                   std::to_string(kLockPatienceMs / 1000) + " s: try again");
+    const std::string path = directory_path(arena_);
+    struct stat own {
+    }, seen{};
+    if (::fstatat(arena_, own_.c_str(), &own, AT_SYMLINK_NOFOLLOW) != 0 ||
+        ::stat((path + "/" + own_).c_str(), &seen) != 0 || own.st_dev != seen.st_dev ||
+        own.st_ino != seen.st_ino)
+        throw Error(Errc::io, "the directory of this dump is not in " + path +
+                                  " any more: was an arena mounted there meanwhile? Try again");
     const ArenaUsage usage = usage_of(arena_, own_);
     const std::uint64_t room = room_for(arena_, config_, usage, need);
     if (need.stored > room)
-        return "the dump may store " + mib(need.stored) + " in " + directory_path(arena_) +
-               ", which has room for " + mib(room) + ": arena_limit is " + mib(limit_of(config_)) +
-               ", " + mib(usage.kept) +
+        return "the dump may store " + mib(need.stored) + " in " + path + ", which has room for " +
+               mib(room) + ": arena_limit is " + mib(limit_of(config_)) + ", " + mib(usage.kept) +
                " of it are taken by checkpoints that are not drained, and " +
                mib(need.staged + kMargin) + " of the host's memory are to stay free";
     const UniqueFd reserved(::openat(arena_, (own_ + "/" + kArenaReserved).c_str(),

@@ -345,6 +345,7 @@ void DirectWork::fill(DriverLibrary& driver, const TaskRecord& record, Held& min
         auto operation = std::make_unique<CustomStorage::Operation>();
         begin_filling(identity_of(record));
         record.direct.filling = true;
+        touch(record.direct.moved_at); // the driver has its whole time
         announce(record.direct, record.direct.restoring);
         try {
             begin_restore(custom, record.pid, image.info(), pairs, *operation);
@@ -359,6 +360,7 @@ void DirectWork::fill(DriverLibrary& driver, const TaskRecord& record, Held& min
         mine.restore = std::move(operation);
         record.direct.held = true; // what is kept is held before
         record.direct.restoring = false;
+        touch(record.direct.moved_at);
     }
     const auto devices = number_devices(image.info().gpus, *mine.restore, pairs);
     fill_devices(custom, devices, image, config_.threads, record.direct.moved_at);

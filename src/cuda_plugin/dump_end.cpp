@@ -131,8 +131,8 @@ void DumpSession::undo_tree() noexcept {
                 tell_left(*task.record, e.what());
             }
         };
-        // One that cannot be brought back keeps no other from it. What was lost with the worker because of
-        // another is tried once more, below.
+        // One that cannot be brought back keeps no other from it. What was lost with the worker because of another is
+        // tried once more, below, and so is what waited behind the task's own checkpoint, which hung in that worker.
         const auto step = [&](auto&& begin, auto&& done) {
             side_by_side(
                 worker_, tasks.size(),
@@ -158,7 +158,8 @@ void DumpSession::undo_tree() noexcept {
                     try {
                         if (!answer.error)
                             done(task);
-                        else if (!answer.lost)
+                        else if (!answer.lost &&
+                                 !(task.record->direct.begun && !worker_.is_there()))
                             fail(task, answer.error);
                     } catch (const std::exception&) {
                         fail(task, std::current_exception());

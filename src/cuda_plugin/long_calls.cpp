@@ -9,7 +9,8 @@ namespace gpustasis {
 
 namespace {
 constexpr std::chrono::seconds kOfTheDead{5};
-}
+constexpr std::chrono::seconds kStopped{3};
+} // namespace
 
 void LongCalls::begin(pid_t pid, std::chrono::milliseconds limit, std::function<void()> work,
                       const MovedAt* moved_at) {
@@ -50,6 +51,11 @@ void LongCalls::give_up(pid_t pid) noexcept {
             call.begin = Clock::now();
             call.limit = std::min<Clock::duration>(call.limit, kOfTheDead);
         }
+}
+
+void LongCalls::turn_took_longer_by(std::chrono::nanoseconds time) noexcept {
+    if (time > kStopped)
+        *last_end_ = Clock::now().time_since_epoch().count();
 }
 
 bool LongCalls::hangs(pid_t pid) noexcept {

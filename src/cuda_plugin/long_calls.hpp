@@ -27,6 +27,10 @@ public:
     /// That task has died: what is under way in it hangs if it does not end soon, for it may never.
     void give_up(pid_t pid) noexcept;
 
+    /// Tell how much longer it took until calls are looked at again than it was to take. If that is seconds, this process
+    /// was stopped, and the driver with it, as by the freezer of a control group: no call's time has passed.
+    void turn_took_longer_by(std::chrono::nanoseconds time) noexcept;
+
     /// Whether one of that task hangs.
     bool hangs(pid_t pid) noexcept;
 
@@ -51,7 +55,7 @@ private:
     bool hangs(Call& call) const noexcept;
 
     std::vector<Call> calls_;
-    /// When one has ended.
+    /// When one has ended, or this process went on.
     std::shared_ptr<std::atomic<Clock::rep>> last_end_ =
         std::make_shared<std::atomic<Clock::rep>>(0);
 };

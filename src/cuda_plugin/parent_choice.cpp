@@ -3,6 +3,7 @@
 
 #include "core/arena.hpp"
 #include "core/error.hpp"
+#include "core/file.hpp"
 #include "core/unique_fd.hpp"
 #include "cuda_plugin/sealed_key.hpp"
 #include "seal/sealed_chain.hpp"
@@ -10,6 +11,7 @@
 #include "seal/signed_directory.hpp"
 
 #include <fcntl.h>
+#include <sys/file.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -208,13 +210,22 @@ ParentChoice choose(const Config& config, int image_dir, Lineage& lineage,
     const bool in_store = config.parent.empty() && store != nullptr;
     // An arena and what is on a disk are never moved together.
     const bool moves = !in_store && config.arena.is_used == parent_is_local;
-    link_parent(own, dir.get(), moves ? LinkText::relative : LinkText::absolute);
-    lineage.directory(1); // and its lock: from here on nobody removes it
-    const UniqueFd again = find_stored_parent(config, image_dir, store);
-    // One that was drained meanwhile is the same: what is locked stays for as long as a link leads there.
-    if (!again || (directory_path(again.get()) != lineage.path(1) &&
-                   (key || read_manifest(again.get()).checkpoint_id != parent.checkpoint_id)))
-        throw Error(Errc::io, lineage.path(1) + " was removed or replaced meanwhile");
+    {
+        // Who gives up a local one looks for others that are built on it.
+        UniqueFd arena;
+        if (parent_is_local)
+            arena = open_above(own);
+        if (arena && !lock_file(arena.get(), LOCK_EX, kLockPatienceMs, "the arena"))
+            throw Error(Errc::io,
+                        "the arena above " + directory_path(own) + " is locked: try again");
+        link_parent(own, dir.get(), moves ? LinkText::relative : LinkText::absolute);
+        lineage.directory(1); // and its lock: from here on nobody removes it
+        const UniqueFd again = find_stored_parent(config, image_dir, store);
+        // One that was drained meanwhile is the same: what is locked stays for as long as a link leads there.
+        if (!again || (directory_path(again.get()) != lineage.path(1) &&
+                       (key || read_manifest(again.get()).checkpoint_id != parent.checkpoint_id)))
+            throw Error(Errc::io, lineage.path(1) + " was removed or replaced meanwhile");
+    }
     if (!key)
         return read_chosen(config, lineage);
     // What fails here may be let pass, and then the dump is built on nothing.

@@ -383,15 +383,15 @@ void undo_all(const std::function<Driver&()>& driver, const Config& config, Task
     auto* const undo =
         new Undo(driver, config, table, images, calls); // NOLINT(cppcoreguidelines-owning-memory)
     lower_setting();
-    while (anything_to_undo(table)) {
+    for (auto begin = Clock::now(); anything_to_undo(table); begin = Clock::now()) {
         int wait_ms = kDamagedPollMs;
-        // Without memory, or a thread: that may pass.
         try {
             wait_ms = undo->look();
-        } catch (const std::exception&) { // NOLINT(bugprone-empty-catch)
+        } catch (const std::exception&) { // NOLINT(bugprone-empty-catch): want of memory may pass
         }
         if (anything_to_undo(table))
             ::poll(nullptr, 0, wait_ms);
+        calls.turn_took_longer_by(Clock::now() - begin - std::chrono::milliseconds(wait_ms));
     }
     undo->finish();
     lower_setting(); // at the first time a dying criu may have held the lock still

@@ -28,7 +28,7 @@ using worker_protocol::Status;
 // How often watched threads are looked at while calls are under way.
 constexpr int kWatchIntervalMs = 10;
 constexpr int kLongestPollMs = 1'000;       // a stop that falls into one is to be seen
-constexpr std::chrono::seconds kStopped(3); // a poll that took so much longer
+constexpr std::chrono::seconds kStopped(3); // a turn that took so much longer
 
 /// Why a call under way will never be answered; empty while it may.
 std::string stopped_reason(pid_t tid, bool counts_stops) {
@@ -191,7 +191,7 @@ Worker::Received Worker::receive(std::span<const Call> calls) {
                table_->on_orphaned != OnOrphaned::kill;
     };
     const bool watches = std::ranges::any_of(calls, [](const Call& c) { return c.watched != 0; });
-    for (;;) {
+    for (Clock::time_point looked = Clock::now();;) {
         const Clock::time_point before = last_sign();
         const auto first =
             std::ranges::min(calls, {}, [&](const Call& one) { return deadline_of(one, before); });
@@ -202,11 +202,11 @@ Worker::Received Worker::receive(std::span<const Call> calls) {
             static_cast<int>(std::clamp<long long>(left, kWatchIntervalMs, kLongestPollMs));
         pollfd poll{.fd = socket_.get(), .events = POLLIN, .revents = 0};
         const int poll_ms = watches ? std::min(wait, kWatchIntervalMs) : wait;
-        const auto begin = Clock::now();
         const int ready = ::poll(&poll, 1, poll_ms);
+        const auto begin = std::exchange(looked, Clock::now());
         // This process was stopped, and the worker with it, as by the freezer of their cgroup: no call's time has passed.
-        if (Clock::now() - begin > std::chrono::milliseconds(poll_ms) + kStopped)
-            answered_ = Clock::now();
+        if (looked - begin > std::chrono::milliseconds(poll_ms) + kStopped)
+            answered_ = looked;
         if (ready < 0 && errno != EINTR)
             return lose(0, calls.front(), io_error("poll", errno).what(), false);
         if (ready > 0 && take_reply(calls, received))

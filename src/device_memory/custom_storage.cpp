@@ -249,17 +249,26 @@ void CustomStorage::wait_for_driver(const DeviceMemory& memory) {
         api_.stream_synchronize(memory.stream) == driver::kSuccess)
         return;
     // A stream that cannot be waited for makes no memory unreadable: it is of a primary context, as all of these.
-    std::vector<driver::Context> contexts;
+    const auto wait_for = [this](driver::Context context) {
+        driver::require(api_.context_set(context), "cuCtxSetCurrent");
+        driver::require(api_.context_synchronize(), "cuCtxSynchronize");
+    };
+    if (memory.stream_context != nullptr) {
+        wait_for(memory.stream_context);
+        return;
+    }
+    wait_for(memory.context);
+    std::vector<driver::Context> others;
     {
         const std::lock_guard lock(mutex_);
         for (const Gpu& gpu : gpus_)
-            if (gpu.context != nullptr)
-                contexts.push_back(gpu.context);
+            if (gpu.context != nullptr && gpu.context != memory.context)
+                others.push_back(gpu.context);
     }
-    for (driver::Context context : contexts) {
-        driver::require(api_.context_set(context), "cuCtxSetCurrent");
-        driver::require(api_.context_synchronize(), "cuCtxSynchronize");
-    }
+    // One may be of a GPU that has failed, which this memory is not on. Then nothing is on its way there any more.
+    for (driver::Context context : others)
+        if (api_.context_set(context) == driver::kSuccess)
+            (void)api_.context_synchronize();
 }
 
 CustomStorage::Lane::Lane(CustomStorage& storage, const DeviceMemory& memory)

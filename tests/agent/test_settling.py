@@ -15,6 +15,7 @@ from gpustasis.agent import daemon
 from gpustasis.agent.config import Config
 from gpustasis.agent.operations import Journal, Operation, State
 from gpustasis.agent.subjects import Subject
+from gpustasis.errors import AgentError
 
 SETTLE_S = 30.0
 
@@ -60,6 +61,15 @@ def test_one_that_is_not_settled_holds_up_no_other(
             thread.join(SETTLE_S)
         journal.close()
     assert not agent._queue.pending(hangs.subject.key)
+
+
+def test_two_agents_do_not_use_one_store(tmp_path: Path) -> None:
+    """The second one would settle what the first is at."""
+    journal = Journal(tmp_path)
+    with pytest.raises(AgentError, match="is locked: another agent uses this store"):
+        Journal(tmp_path)
+    journal.close()
+    Journal(tmp_path).close()
 
 
 def test_one_that_is_given_up_counts_as_in_memory(

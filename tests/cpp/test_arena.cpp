@@ -8,9 +8,12 @@
 #include "core/lineage.hpp"
 #include "core/manifest.hpp"
 
+#include <fcntl.h>
+#include <poll.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <cstdio>
 #include <fstream>
 #include <string>
 
@@ -138,6 +141,35 @@ void a_lost_checkpoint_says_so() {
     CHECK(says(local.place() + "-gone, which is not there any more"));
 }
 
+void one_that_is_only_not_seen_is_not_lost() {
+    const sample::TempDir images, place("/dev/shm");
+    const std::string arena = place.path("arena"), aside = place.path("aside");
+    const std::string stored = arena + "/stored";
+    CHECK(::mkdir(arena.c_str(), 0700) == 0 && ::mkdir(stored.c_str(), 0700) == 0);
+    ::poll(nullptr, 0, 20); // the clock of files has moved on
+    ArenaMarker marker = marker_of(stored);
+    put(images.path(kArenaMarker), marker_text(marker));
+    const auto lost = [&] { return is_lost(images.fd(), marker); };
+    CHECK(!lost());
+    CHECK(::rename(arena.c_str(), aside.c_str()) == 0);
+    CHECK_THROWS(Errc::io, lost()); // there is no arena
+    CHECK(::mkdir((place.path("below")).c_str(), 0700) == 0);
+    CHECK(::rename(place.path("below").c_str(), arena.c_str()) == 0);
+    timespec old[2] = {{.tv_sec = 1, .tv_nsec = 0}, {.tv_sec = 1, .tv_nsec = 0}};
+    CHECK(::utimensat(AT_FDCWD, arena.c_str(), old, 0) == 0);
+    CHECK_THROWS(Errc::io, lost()); // that which it was mounted on
+    CHECK(::rmdir(arena.c_str()) == 0 && ::rename(aside.c_str(), arena.c_str()) == 0);
+    CHECK(!lost());
+    CHECK(::chmod(arena.c_str(), 0750) == 0 && ::rmdir(stored.c_str()) == 0);
+    CHECK_THROWS(Errc::bad_argument, lost()); // it is none
+    CHECK(::chmod(arena.c_str(), 0700) == 0);
+    CHECK(lost());
+    CHECK(::mkdir(stored.c_str(), 0700) == 0 && !lost());
+    marker.boot_id = kBoot;
+    CHECK(lost());
+    CHECK(::rmdir(stored.c_str()) == 0 && ::rmdir(arena.c_str()) == 0);
+}
+
 } // namespace
 
 int main() {
@@ -147,5 +179,6 @@ int main() {
     the_marker_leads_to_the_arena_until_there_is_a_manifest();
     others_are_not_believed();
     a_lost_checkpoint_says_so();
+    one_that_is_only_not_seen_is_not_lost();
     return 0;
 }

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import subprocess
@@ -68,7 +69,18 @@ def test_one_that_is_only_in_memory_is_not_dumped_over(
         assert done.status != 0 and "only in memory yet" in done.errors, done.errors
         job.run_on()
         assert tier_of(images) == Tier.LOCAL and not verify_directory(images).problems
-        shutil.rmtree(arena)  # it is lost: there is nothing to keep
+        aside = arena.with_name("aside")
+        arena.rename(aside)  # as where criu does not see it
+        for _ in range(2):
+            done = newest_rig.dump(job, images, "--leave-running", config=config)
+            assert done.status != 0 and "cannot be told" in done.errors, done.errors
+            job.run_on()
+            arena.mkdir(mode=0o700, exist_ok=True)  # that which it was mounted on
+            os.utime(arena, (1, 1))
+        arena.rmdir()
+        aside.rename(arena)
+        assert tier_of(images) == Tier.LOCAL and not verify_directory(images).problems
+        shutil.rmtree(stored_directory(images))  # it is lost: there is nothing to keep
         dump_again = newest_rig.dump(job, images, "--leave-running", config=config)
         assert dump_again.status == 0, dump_again.errors
         job.run_on()

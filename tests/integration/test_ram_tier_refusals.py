@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import fcntl
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from gpustasis.draining.recycle import recycle
 from gpustasis.image.arena import Tier, stored_directory, tier_of
 from gpustasis.image.verification import verify_directory
 from support.arena import dump, ram, restore
+from support.arena_by_hand import locked
 from support.cpu_memory import running
 from support.signatures import make_signer
 
@@ -130,4 +132,22 @@ def test_a_restore_in_the_foreground_does_not_hold_the_arena(newest_rig: Rig, ar
         finally:
             criu.kill()
             criu.wait()
+        job.run_on()
+
+
+def test_who_builds_on_one_that_is_only_in_memory_keeps_who_gives_it_up_out(
+    newest_rig: Rig, arena: Path
+) -> None:
+    """Who does so holds the arena's lock from the look for others to the end."""
+    rig = newest_rig
+    with rig.job(mib=8) as job:
+        first = dump(rig, job, "--leave-running", **ram(arena))
+        job.run_on()
+        images = rig.images()
+        with locked(arena, fcntl.LOCK_EX):
+            config = ram(arena, parent=str(first))
+            done = rig.dump(job, images, "--leave-running", config=config)
+            assert done.status != 0 and f"the arena above {arena}" in done.errors, done.errors
+        job.run_on()
+        dump(rig, job, "--leave-running", **ram(arena, parent=str(first)))
         job.run_on()

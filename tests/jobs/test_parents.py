@@ -143,7 +143,9 @@ def context(new_store: Callable[[], Store], tmp_path: Path) -> Context:
     return Context(place, 2, new_store(), keys, Options(criu=newest_criu(), max_chain=8))
 
 
-def put_epoch(context: Context, *parents: int, evidence: bool = False, dump_ms: int = 1) -> int:
+def put_epoch(
+    context: Context, *parents: int, evidence: bool = False, dump_ms: int = 1, peer: str = ""
+) -> int:
     """A whole checkpoint whose ranks' dumps are built on those of earlier ones; 0: on none."""
     keys, plan = context.keys, Plan(world=2, leave_running=True)
     number = epochs.begin(context.store, keys, plan)
@@ -164,6 +166,8 @@ def put_epoch(context: Context, *parents: int, evidence: bool = False, dump_ms: 
             dump_ms=dump_ms,
             addresses=(),
             network=Network(),
+            peer=peer,
+            key=f"{0:032x}-{0:016x}" if peer else "",
         )
         records[rank] = record.to_text()
     puts = [Put(keys.record(number, rank), text) for rank, text in records.items()]

@@ -100,6 +100,20 @@ def test_what_is_about_to_be_restored_keeps_all_that_it_is_built_on(
     assert there(context) == [1, 2, 3]
 
 
+def test_one_that_is_in_memory_alone_counts_for_none_that_is_kept(
+    context: Context,  # noqa: F811
+) -> None:
+    """With both of its hosts the job would be lost: the one before it is on a disk."""
+    put_epoch(context)
+    put_epoch(context, peer="neighbour:7000")
+    assert prune(context) == []
+    put_epoch(context, peer="neighbour:7000")
+    assert there(context) == [1, 2, 3]
+    assert prune(context) == [1]
+    put_epoch(context)
+    assert there(context) == [2, 3, 4]
+
+
 def test_epochs_that_were_read_at_two_moments_are_no_reason_to_remove_anything(
     context: Context,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,

@@ -68,6 +68,19 @@ def test_three_starts_write_what_one_would_have_written(
     assert again.wrote()[:3] == sums(3)
 
 
+def test_its_checkpoints_go_to_the_disk_whatever_the_configuration_says(
+    supervise: Supervise, environ: dict[str, str], tmp_path: Path
+) -> None:
+    """Those in memory cannot be packed, and go with the host."""
+    (tmp_path / "config.toml").write_text('tier = "ram"\n')
+    environ["GPUSTASIS_CONFIG"] = str(tmp_path / "config.toml")
+    run = supervise(PAIR, 5000, 8, 0.02)
+    run.wait_for("\n3 ")
+    run.tell_to_end()
+    assert run.wait() == CHECKPOINTED, run.said()
+    assert names(tmp_path / "store") == ["jit-000001"]
+
+
 def test_memory_of_every_process_counts_and_the_next_estimate_is_measured(
     supervise: Supervise,
 ) -> None:

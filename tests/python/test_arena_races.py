@@ -4,6 +4,7 @@ at: arenas made by hand."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 from collections.abc import Callable
@@ -15,10 +16,12 @@ from gpustasis._core import ARENA_MARKER, ARENA_OWNER, MANIFEST_NAME
 from gpustasis.criu.images import INVENTORY_NAME
 from gpustasis.draining.drain import drain
 from gpustasis.draining.recycle import Found, look_into, recycle
-from gpustasis.draining.room import discard
+from gpustasis.draining.room import create, discard
+from gpustasis.errors import CheckpointError, ImageError
 from gpustasis.image.arena import Tier, by_descriptor, tier_of
+from gpustasis.image.directory import try_exclude
 from gpustasis.image.verification import verify_directory
-from support.arena_by_hand import exchange, make_drainable, make_local, names, once
+from support.arena_by_hand import exchange, locked, make_drainable, make_local, names, once
 
 
 @pytest.fixture
@@ -100,3 +103,51 @@ def test_an_error_names_no_descriptor(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError) as caught, by_descriptor(tmp_path) as inside:
         (inside / missing.name).unlink()
     assert caught.value.filename == str(missing)
+
+
+def test_nobody_builds_on_what_is_being_given_up(arena: Path, tmp_path: Path) -> None:
+    """A dump has the arena's lock while it links to what it builds on."""
+    local = make_local(arena, tmp_path / "1", 1)
+    locks: list[str] = []
+    unlink = Path.unlink
+
+    def look(path: Path, missing_ok: bool = False) -> None:
+        if path.name == ARENA_MARKER:
+            lock = try_exclude(arena)
+            locks.append("free" if lock else "held")
+        unlink(path, missing_ok)
+
+    with locked(arena, fcntl.LOCK_EX), pytest.raises(CheckpointError, match="has been locked for"):
+        discard(local.images)
+    assert tier_of(local.images) == Tier.LOCAL
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "unlink", look)
+        discard(local.images)
+    assert locks == ["held"]
+    assert names(arena) == []
+
+
+def test_children_that_cannot_be_looked_for_keep_it(
+    arena: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    local = make_local(arena, tmp_path / "1", 1)
+
+    def fails(*_: object, **__: object) -> None:
+        raise ImageError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("gpustasis.draining.recycle._children", fails)
+        with pytest.raises(CheckpointError, match="cannot be told: no memory"):
+            discard(local.images)
+    assert tier_of(local.images) == Tier.LOCAL
+    discard(local.images)
+
+
+def test_nothing_is_mounted_over_an_arena_while_a_dump_looks_for_room(arena: Path) -> None:
+    """What it writes then would be hidden."""
+    with (
+        locked(arena, fcntl.LOCK_EX),
+        pytest.raises(CheckpointError, match=f"^{arena} has been locked for"),
+    ):
+        create(arena, 1 << 20)
+    assert not os.path.ismount(arena)

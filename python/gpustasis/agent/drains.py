@@ -165,4 +165,4 @@ def _is_lost(place: Path) -> bool:
     """Whether what the marker there names is. An empty one is of a node that has lost its power: a
     dump puts it there with all that it says. Raises CheckpointError."""
     marker = find_marker(place)
-    return is_there(place / ARENA_MARKER) if marker is None else is_lost(marker)
+    return is_there(place / ARENA_MARKER) if marker is None else is_lost(place)

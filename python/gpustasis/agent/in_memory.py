@@ -15,8 +15,8 @@ from gpustasis._core import (
     MANIFEST_NAME,
     SEALED_NAME,
     ArenaMarker,
+    is_arena_lost,
     read_arena_owner,
-    require_arena,
 )
 from gpustasis.criu.images import INVENTORY_NAME
 from gpustasis.criu.plugin import run_settings
@@ -32,16 +32,12 @@ from gpustasis.task import boot_id
 log = logging.getLogger(__name__)
 
 
-def is_lost(marker: ArenaMarker) -> bool:
-    """For certain: its memory was that of another boot, or is not in its arena any more. An arena
-    that is not there may be one that is only not seen from here."""
-    if _is_of_earlier_boot(marker):
-        return True
-    kept = Path(marker.directory)
+def is_lost(directory: Path) -> bool:
+    """Whether what the marker there leads to is, for certain. An arena that is not there may be one
+    that is only not seen from here."""
     try:
-        require_arena(kept.parent)
-        return not is_there(kept)
-    except (CheckpointError, OSError, ValueError):
+        return is_arena_lost(directory)
+    except (OSError, ValueError, NotImplementedError):
         return False
 
 
@@ -81,7 +77,7 @@ def why_not_given_up(directory: Path) -> str:
         marker = find_marker(directory)
         if marker is None:
             return _why_unmarked(directory)
-        if is_lost(marker):
+        if is_lost(directory):
             return ""
         kept = Path(marker.directory)
         arena = arena_of(marker)

@@ -4,6 +4,7 @@ before it begins, so that an agent that starts anew knows what the one before it
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
@@ -161,6 +162,13 @@ class Journal:
             raise AgentError(
                 f"cannot use {exc.filename or directory}: {exc.strerror or exc}"
             ) from exc
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as exc:
+            os.close(self._fd)
+            if isinstance(exc, BlockingIOError):
+                raise AgentError(f"{directory} is locked: another agent uses this store") from exc
+            raise AgentError(f"cannot lock {directory}: {exc.strerror}") from exc
 
     def close(self) -> None:
         os.close(self._fd)

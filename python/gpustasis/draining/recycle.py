@@ -16,7 +16,8 @@ import os
 import re
 import stat
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,7 +41,7 @@ from gpustasis.image.arena import (
     opened_arena,
     own_marker,
 )
-from gpustasis.image.directory import is_there, try_exclude
+from gpustasis.image.directory import PATIENCE_S, is_there, try_exclude
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +55,7 @@ _OF_DUMP = re.compile(rf"({_FILE})|\.({_FILE})\.part|\.\.({_FILE})\.part\.part")
 _ID = re.compile(r"[0-9a-f]{32}")
 # A dump writes the owner a moment after it has made the directory: one that is older is nobody's.
 _MAKING_S = 300.0
+_POLL_S = 0.05
 _ERRORS = (OSError, ValueError, NotImplementedError, CheckpointError)
 _NO_CHECKPOINT = (None, errno.ENOENT, errno.ENOTDIR, errno.ELOOP)  # None: it has no owner
 
@@ -178,28 +180,56 @@ def arena_of(marker: ArenaMarker) -> Path | None:
         return None
 
 
-def require_no_child(images: Path, marker: ArenaMarker) -> None:
-    """Raise CheckpointError if another checkpoint is built on what `marker`, which was found in
-    `images`, names: that one could not be drained any more. Nothing needs a copy of an image
-    directory, nor what leads to no checkpoint: anybody can have written the marker."""
+@contextmanager
+def arena_alone(arena: Path) -> Iterator[None]:
+    """Hold the arena's lock: no dump looks for room there meanwhile, or builds on what is in it.
+    Raises CheckpointError if it stays locked; ImageError."""
+    end = time.monotonic() + PATIENCE_S
+    while (turn := try_exclude(arena)) is None:
+        if time.monotonic() >= end:
+            raise CheckpointError(f"{arena} has been locked for {PATIENCE_S:g} s by a dump")
+        time.sleep(_POLL_S)
+    with turn:
+        yield
+
+
+@contextmanager
+def without_child(images: Path, marker: ArenaMarker) -> Iterator[None]:
+    """While no other checkpoint is built on what `marker`, which was found in `images`, names: that
+    one could not be drained any more. Raises CheckpointError if one is, or if that cannot be told.
+    Nothing needs a copy of an image directory, nor what leads to no checkpoint: anybody can have
+    written the marker."""
+    with ExitStack() as held:
+        try:
+            inside = _inside_own(images, marker, held)
+            if inside is not None:
+                arena = inside.resolve().parent
+                held.enter_context(arena_alone(arena))
+                here = inside.stat()
+                needs = _children(arena, alive=True)
+                why = needs.get((here.st_dev, here.st_ino)) or needs.get(inside.resolve().name)
+                if why:
+                    raise CheckpointError(f"{marker.directory} cannot be given up: {why}")
+        except (OSError, NotImplementedError, ImageError) as exc:
+            raise CheckpointError(
+                f"whether another checkpoint is built on what is in {marker.directory} cannot be "
+                f"told: {exc}"
+            ) from exc
+        yield
+
+
+def _inside_own(images: Path, marker: ArenaMarker, held: ExitStack) -> Path | None:
+    """What the marker leads to, open for as long as `held` is; None: it is no checkpoint, or it is
+    not that of `images`. Raises OSError, NotImplementedError if it may be one."""
     try:
-        with marked_directory(marker) as inside:
-            if not is_images_of(images, read_arena_owner(inside)):
-                return
-            arena = inside / ".."
-            needs = _children(arena, alive=True)
-            why = _why_needed(arena / Path(marker.directory).name, needs)
+        inside = held.enter_context(marked_directory(marker))
+        return inside if is_images_of(images, read_arena_owner(inside)) else None
     except (ValueError, CheckpointError):
-        return
-    except (OSError, NotImplementedError) as exc:
-        if isinstance(exc, OSError) and exc.errno in _NO_CHECKPOINT:
-            return
-        raise CheckpointError(
-            f"whether another checkpoint is built on what is in {marker.directory} cannot be told: "
-            f"{exc}"
-        ) from exc
-    if why:
-        raise CheckpointError(f"{marker.directory} cannot be given up: {why}")
+        return None
+    except OSError as exc:
+        if exc.errno in _NO_CHECKPOINT:
+            return None
+        raise
 
 
 def give_up(directory: Path) -> None:

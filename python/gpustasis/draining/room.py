@@ -9,7 +9,6 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
-import time
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,13 +27,14 @@ from gpustasis.draining.recycle import (
     RESERVED,
     Kept,
     Unread,
+    arena_alone,
     arena_of,
     give_up,
     is_name,
     look_into,
     recycle,
-    require_no_child,
     size_of,
+    without_child,
 )
 from gpustasis.errors import CheckpointError, ImageError, UnsupportedError
 from gpustasis.image.arena import (
@@ -46,14 +46,13 @@ from gpustasis.image.arena import (
     own_marker,
     tier_of,
 )
-from gpustasis.image.directory import PATIENCE_S, is_there, try_exclude
+from gpustasis.image.directory import is_there, try_exclude
 
 log = logging.getLogger(__name__)
 
 ARENA = Path("/run/gpustasis/arena")  # src/cuda_plugin/config.hpp
 _HUGE = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 _TIMEOUT_S = 30.0
-_POLL_S = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,17 +102,27 @@ def create(arena: Path, size: int) -> str:
     """Mount a tmpfs of `size` bytes at `arena`, with huge pages where this kernel has them, and
     without swap; its options. Raises CheckpointError if something is there already,
     UnsupportedError if the kernel refuses."""
+    try:
+        arena.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as exc:
+        raise CheckpointError(f"cannot make {arena}: {exc.strerror}") from exc
+    # A dump that has begun meanwhile would write into what is hidden then: it looks for its
+    # directory when it has the lock.
+    with arena_alone(arena):
+        return _mount(arena, size)
+
+
+def _mount(arena: Path, size: int) -> str:
     if os.path.ismount(arena):
         raise CheckpointError(f"{arena} is a mount point already")
     try:
-        arena.mkdir(mode=0o700, parents=True, exist_ok=True)
         if any(arena.iterdir()):
             raise CheckpointError(
                 f"{arena} is not empty: a tmpfs would hide what is in it; drain, or discard, its "
                 f"checkpoints, and run `gpustasis arena clean --pool --arena {arena}`"
             )
     except OSError as exc:
-        raise CheckpointError(f"cannot make {arena}: {exc.strerror}") from exc
+        raise CheckpointError(f"cannot read {arena}: {exc.strerror}") from exc
     base = f"size={size},mode=0700,nosuid,nodev,noexec"
     # What an older kernel does not know is left out, and the answer says what was taken.
     choices = [f"{base},huge=within_size", base] if _HUGE.exists() else [base]
@@ -155,12 +164,7 @@ def empty_pool(arena: Path) -> int:
     """Remove the files that the next dumps would write into, and their directory; bytes of memory
     that they had. Raises CheckpointError if a dump is under way, which counts on them, or if one
     may be, or if they cannot be removed."""
-    end = time.monotonic() + PATIENCE_S
-    while (turn := try_exclude(arena)) is None:  # a dump has it while it looks for room
-        if time.monotonic() >= end:
-            raise CheckpointError(f"{arena} has been locked for {PATIENCE_S:g} s by a dump")
-        time.sleep(_POLL_S)
-    with turn:
+    with arena_alone(arena):
         found = look_into(arena)
         for unread in found.unread:  # a later version may say in another way that it is at work
             raise CheckpointError(
@@ -243,8 +247,8 @@ def _give_up_marker(checkpoint: Path) -> tuple[ArenaMarker, bool]:
                 raise CheckpointError(f"{path} was replaced a moment ago: a dump is at work")
             if is_there(checkpoint / MANIFEST_NAME):
                 raise ImageError(f"{checkpoint} was drained a moment ago: it is durable")
-            require_no_child(checkpoint, marker)
-            own.unlink()
+            with without_child(checkpoint, marker):
+                own.unlink()
             is_noted = note_over(checkpoint, marker)
     except BlockingIOError as exc:
         raise CheckpointError(f"{path} is locked: a drain or a dump is at work") from exc

@@ -207,8 +207,11 @@ class Checkpointing(HasCriu):
         context.note(images=str(images))
         pid = context.state.pid
         closing = context.options.tcp_close
-        # All ranks stand by now: whatever the configuration says, none may wait for room.
-        tier: dict[str, Setting] = {"tier": "ram", "when_full": "refuse"} if self._neighbour else {}
+        # Whatever the configuration says: what is to be durable goes to the disk, and none may wait
+        # for room, for all ranks stand by now.
+        tier: dict[str, Setting] = {"tier": "disk"}
+        if self._neighbour:
+            tier = {"tier": "ram", "when_full": "refuse"}
         settings = run.Settings(
             plugin={"found_locked": "dump", **tier, **self._built_on()},
             options={"tcp-established": not closing, "tcp-close": closing},

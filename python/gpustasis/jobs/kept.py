@@ -213,7 +213,8 @@ def prune(store: Store, keys: Keys, keep_last: int) -> list[Pruned]:
     """Remove the dumps of all but the newest `keep_last` whole checkpoints, as far as they are on
     this host; and of those that were pruned before, if they are there. The newest whole one stays;
     so do dumps that those of one that stays are built on, for as long as that is so. One that did
-    not bring the job back when it was restored last, or has still to, counts for none that is kept.
+    not bring the job back when it was restored last, or has still to, counts for none that is kept;
+    nor does the newest one where it was committed in the memory of two hosts.
 
     Raises JobError if an epoch is under way, or something cannot be removed; StoreError.
     """
@@ -227,6 +228,8 @@ def prune(store: Store, keys: Keys, keep_last: int) -> list[Pruned]:
     whole = [one for one in found if one.is_whole and not one.is_evidence]
     wrong = marks(store, keys, told=None).keys() | _not_back_yet(found)
     good = [one.number for one in whole if one.number not in wrong]
+    if good and _is_in_memory(next(one for one in whole if one.number == good[-1])):
+        keep_last += 1
     oldest = good[-keep_last] if len(good) >= keep_last else 0  # of those that stay
     stays = [one for one in found if one.is_whole and (one.is_evidence or one.number >= oldest)]
     needed = _needs_of(stays, found)
@@ -252,6 +255,12 @@ def prune(store: Store, keys: Keys, keep_last: int) -> list[Pruned]:
     if problems:
         raise JobError("; ".join(reversed(problems)))
     return done[::-1]
+
+
+def _is_in_memory(one: Standing) -> bool:
+    """Whether it may be so alone: nobody has said that it is drained. It is lost when both hosts
+    are. Raises JobError."""
+    return not one.is_engines and any(record.is_copied for record in records_of(one))
 
 
 def _not_back_yet(found: list[Standing]) -> set[int]:

@@ -25,8 +25,9 @@ from gpustasis.preemption.network import unlock
 from gpustasis.preemption.tree import tree_of
 
 GHOST_LIMIT = 1 << 30  # bytes: what data loaders share has no name
-# All of a checkpoint is then in files of ours, which can be checked before a restore.
-PLUGIN: dict[str, Setting] = {"layout": "packed", "cpu_memory": "auto"}
+# All of a checkpoint is then in files of ours, which can be checked before a restore; on the disk,
+# whatever the configuration says: the host goes away.
+PLUGIN: dict[str, Setting] = {"layout": "packed", "cpu_memory": "auto", "tier": "disk"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

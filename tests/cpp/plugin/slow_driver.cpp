@@ -16,6 +16,7 @@
 // returned.
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstdio>
@@ -46,7 +47,9 @@ int take(const char* variable) {
     const int milliseconds = number(variable);
     if (milliseconds != 0)
         make_mark();
-    std::this_thread::sleep_for(std::chrono::milliseconds(milliseconds));
+    constexpr int kStepMs = 50; // while the process is stopped, nothing is done
+    for (int left = milliseconds; left > 0; left -= kStepMs)
+        std::this_thread::sleep_for(std::chrono::milliseconds(std::min(left, kStepMs)));
     return 0;
 }
 

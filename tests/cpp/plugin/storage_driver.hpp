@@ -54,6 +54,7 @@ struct State {
     std::atomic<bool> synchronizes = true;
     std::atomic<bool> knows_own_streams =
         true;                              ///< else nothing can be done with those that it gives
+    std::atomic<int> broken_gpu = -1;      ///< of which no context can be waited for
     std::atomic<bool> nvml_answers = true; ///< which GPU is which device file
     std::atomic<unsigned> nvml_lists = kGpus;
     const std::atomic<bool>* announced = nullptr; ///< what must be set when memory is asked for
@@ -238,7 +239,7 @@ STORAGE_DRIVER_API cuStreamSynchronize(void* stream) {
 }
 STORAGE_DRIVER_API cuCtxSynchronize() {
     using storage_driver::state;
-    if (!state.synchronizes)
+    if (!state.synchronizes || storage_driver::current == state.broken_gpu)
         return gpustasis::driver::kInvalidContext;
     const std::lock_guard lock(state.mutex);
     storage_driver::do_all(state.own[static_cast<std::size_t>(storage_driver::current)]);

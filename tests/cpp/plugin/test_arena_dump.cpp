@@ -12,7 +12,9 @@
 #include "cuda_plugin/memory_directory.hpp"
 
 #include <fcntl.h>
+#include <sched.h>
 #include <sys/file.h>
+#include <sys/mount.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -215,6 +217,21 @@ void room_is_reserved() {
     late.room().reserve({.stored = 2 * kMib}, true);
 }
 
+// What the dump writes would be hidden, and lost when the dump ends its task.
+void one_over_which_an_arena_was_mounted_gets_no_room() {
+    const Place place;
+    ArenaDump hidden(place.config, place.images.fd());
+    const sample::TempDir elsewhere;
+    ArenaDump beside(place.config, elsewhere.fd());
+    beside.room().reserve({.stored = kMib}, false);
+    CHECK(::mount("tmpfs", place.config.path.c_str(), "tmpfs", 0, "mode=0700") == 0);
+    CHECK_THROWS(Errc::io, hidden.room().reserve({.stored = kMib}, false));
+    CHECK(::mkdir(place.path(id_text(hidden.id())).c_str(), 0700) == 0); // nor is it another one
+    CHECK_THROWS(Errc::io, hidden.room().reserve({.stored = kMib}, true));
+    CHECK(::umount2(place.config.path.c_str(), MNT_DETACH) == 0);
+    hidden.room().reserve({.stored = kMib}, false);
+}
+
 // In its tmpfs others need some room, and other dumps were promised some.
 void its_file_system_has_a_limit_of_its_own() {
     const sample::TempDir like;
@@ -327,6 +344,8 @@ void what_it_cannot_do_is_refused_by_name() {
 } // namespace
 
 int main() {
+    CHECK(::unshare(CLONE_NEWNS) == 0 && // what is mounted goes away with this program
+          ::mount(nullptr, "/", nullptr, MS_REC | MS_PRIVATE, nullptr) == 0);
     an_arena_is_made_in_memory_alone();
     pages_of_the_pool_are_written_into();
     a_large_file_goes_back_to_the_pool();
@@ -334,6 +353,7 @@ int main() {
     a_limit_is_kept();
     the_pool_makes_room();
     room_is_reserved();
+    one_over_which_an_arena_was_mounted_gets_no_room();
     its_file_system_has_a_limit_of_its_own();
     the_pool_is_promised_once();
     what_another_process_has_written_is_counted_as_it_was();

@@ -280,6 +280,15 @@ void memory_whose_stream_is_not_known_is_waited_for_all_the_same() {
         std::vector<std::byte> read(kSize);
         source.read(device_address(of.devices.front().number, 0), read);
         CHECK(std::ranges::equal(read, sample::random_bytes(kSize, 1)));
+        of.storage.prepare({uuid(0), uuid(1)}, 1);
+        state.broken_gpu = 1; // which this memory is not on
+        DeviceSource again(of.storage, of.devices, of.moved_at);
+        std::ranges::fill(read, std::byte{});
+        again.read(device_address(of.devices.front().number, 0), read);
+        CHECK(std::ranges::equal(read, sample::random_bytes(kSize, 1)));
+        state.broken_gpu = 0;
+        CHECK_THROWS(Errc::io, DeviceSource(of.storage, of.devices, of.moved_at));
+        state.broken_gpu = -1;
     }
     state.knows_own_streams = true;
     HandedOver of(kSize);

@@ -118,6 +118,25 @@ void one_that_hangs_behind_another_at_work_is_found() {
     CHECK(comes_true([&] { return !calls.is_in(kFirst) && !calls.is_in(kSecond); }));
 }
 
+// The driver was stopped with it, as by the freezer of a control group.
+void one_that_was_stopped_with_all_others_does_not_hang() {
+    LongCalls calls;
+    Gate gate;
+    calls.begin(kFirst, milliseconds(2'000), gate.waits());
+    std::this_thread::sleep_for(milliseconds(2'100));
+    calls.turn_took_longer_by(milliseconds(3'100));
+    const auto begin = std::chrono::steady_clock::now();
+    const bool hangs = calls.hangs(kFirst);
+    if (std::chrono::steady_clock::now() - begin < milliseconds(1'900)) // not held up itself
+        CHECK(!hangs);
+    CHECK(comes_true([&] {
+        calls.turn_took_longer_by(milliseconds(2'000)); // as long as a busy machine may take
+        return calls.hangs(kFirst);
+    }));
+    gate.open();
+    CHECK(comes_true([&] { return !calls.is_in(kFirst); }));
+}
+
 } // namespace
 
 int main() {
@@ -126,4 +145,5 @@ int main() {
     one_that_waits_for_another_does_not_hang();
     one_that_waits_while_memory_of_another_moves_does_not_hang();
     one_that_hangs_behind_another_at_work_is_found();
+    one_that_was_stopped_with_all_others_does_not_hang();
 }

@@ -132,6 +132,19 @@ void one_that_comes_back_at_last_has_the_next_turn() {
     CHECK(count_of(kRecover, orphan.log()) == 1);
 }
 
+// As by the freezer of its control group: the driver had no time either.
+void one_in_which_the_driver_is_at_work_does_not_hang_because_the_worker_was_stopped() {
+    const Bystander tasks[3];
+    const Orphaned orphan(tasks, 9'000, "4000");
+    ::sleep(1);
+    CHECK(::kill(orphan.worker, SIGSTOP) == 0);
+    ::sleep(9);
+    CHECK(::kill(orphan.worker, SIGCONT) == 0);
+    CHECK(::waitpid(orphan.worker, nullptr, 0) == orphan.worker);
+    CHECK(count_of("restore ", orphan.noted()) == 3 && count_of("unlock ", orphan.noted()) == 3);
+    CHECK(orphan.log().find("the driver hangs in the task") == std::string::npos);
+}
+
 } // namespace
 
 int main() {
@@ -141,4 +154,5 @@ int main() {
     one_in_which_the_driver_hangs_is_another_one_that_is_left();
     one_in_which_the_driver_answers_late_each_time_is_given_up();
     one_that_comes_back_at_last_has_the_next_turn();
+    one_in_which_the_driver_is_at_work_does_not_hang_because_the_worker_was_stopped();
 }

@@ -99,7 +99,7 @@ void nothing_is_given_up_because_all_were_stopped() {
     std::vector<Worker::Call> calls{rig.worker->begin_checkpoint(7, 0)};
     const pid_t worker = find_worker(), self = ::getpid();
     CHECK(worker != 0);
-    const pid_t freezer = ::fork();
+    const pid_t freezer = fork_child();
     if (freezer == 0) {
         ::poll(nullptr, 0, 1'500);
         ::kill(worker, SIGSTOP);
