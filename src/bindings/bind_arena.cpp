@@ -71,9 +71,8 @@ void bind_arena(py::module_& m) {
     m.def(
         "is_arena_lost",
         [](const std::filesystem::path& dir) {
-            const UniqueFd images = open_dir(dir);
-            const std::optional<ArenaMarker> marker = find_marker(images.get());
-            return marker && is_lost(images.get(), *marker);
+            const std::optional<ArenaMarker> marker = find_marker(open_dir(dir).get());
+            return marker && is_lost(*marker);
         },
         py::arg("dir"),
         "Whether the memory that the marker in an image directory leads to is gone for certain; "

@@ -89,8 +89,9 @@ public:
             corrupt(name_, key + " is no absolute path: " + found);
         return found;
     }
+    bool is_at_end() const { return at_ == text_.size(); }
     void end() const {
-        if (at_ != text_.size())
+        if (!is_at_end())
             corrupt(name_, "has more lines than it can have");
     }
 
@@ -171,7 +172,8 @@ std::string this_boot() {
 std::string marker_text(const ArenaMarker& marker) {
     require_path(marker.directory);
     return std::string(kMarkerFirst) + "\ncheckpoint " + id_text(marker.checkpoint_id) + "\nboot " +
-           marker.boot_id + "\ndirectory " + marker.directory + "\n";
+           marker.boot_id + "\ndirectory " + marker.directory + "\ndevice " +
+           std::to_string(marker.device) + "\ninode " + std::to_string(marker.inode) + "\n";
 }
 
 std::string owner_text(const ArenaOwner& owner) {
@@ -189,6 +191,10 @@ ArenaMarker parse_marker(const std::string& text, const std::string& name) {
     marker.checkpoint_id = lines.id("checkpoint");
     marker.boot_id = lines.value("boot");
     marker.directory = lines.path("directory");
+    if (!lines.is_at_end()) { // an older version says no more
+        marker.device = lines.number("device");
+        marker.inode = lines.number("inode");
+    }
     lines.end();
     return marker;
 }
@@ -227,7 +233,7 @@ std::optional<ArenaMarker> find_marker(int image_dir) {
     return parse_marker(read_text(file.get(), name), name);
 }
 
-bool is_lost(int image_dir, const ArenaMarker& marker) {
+bool is_lost(const ArenaMarker& marker) {
     if (marker.boot_id != this_boot())
         return true;
     if (::faccessat(AT_FDCWD, marker.directory.c_str(), F_OK, AT_SYMLINK_NOFOLLOW) == 0)
@@ -238,19 +244,13 @@ bool is_lost(int image_dir, const ArenaMarker& marker) {
     const UniqueFd arena(::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC));
     if (!arena)
         throw io_error("cannot open " + path, errno);
-    struct stat now {
-    }, then{};
-    if (::fstat(arena.get(), &now) != 0 ||
-        ::fstatat(image_dir, kArenaMarker, &then, AT_SYMLINK_NOFOLLOW) != 0)
-        throw io_error("cannot examine " + path + " or the marker that leads there", errno);
-    // Where an arena was mounted that is not seen from here, in another mount namespace, another directory is seen.
-    const auto time_of = [](const struct stat& status) {
-        return std::pair(status.st_mtim.tv_sec, status.st_mtim.tv_nsec);
-    };
-    if (time_of(now) < time_of(then))
-        throw Error(Errc::io, path + " is older than the marker that leads to " + marker.directory +
-                                  ": the arena may not be seen from here");
-    require_arena(arena.get(), path);
+    struct stat found {};
+    if (::fstat(arena.get(), &found) != 0)
+        throw io_error("cannot examine " + path, errno);
+    // Where an arena was mounted that is not seen from here, as in another mount namespace, another directory is seen.
+    if (found.st_dev != marker.device || found.st_ino != marker.inode)
+        throw Error(Errc::io, path + " is not the arena in which " + marker.directory +
+                                  " was made: that may not be seen from here");
     return true;
 }
 

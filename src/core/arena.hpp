@@ -20,8 +20,10 @@ inline constexpr const char* kArenaOwner = "owner";
 /// What the marker says.
 struct ArenaMarker {
     Id checkpoint_id{};
-    std::string boot_id;   ///< as this_boot(); the arena is gone in any other
-    std::string directory; ///< absolute path of the checkpoint's directory in the arena
+    std::string boot_id;      ///< as this_boot(); the arena is gone in any other
+    std::string directory;    ///< absolute path of the checkpoint's directory in the arena
+    std::uint64_t device = 0; ///< st_dev of the arena; 0: not said, by an older version
+    std::uint64_t inode = 0;  ///< st_ino of the arena
 
     bool operator==(const ArenaMarker&) const = default;
 };
@@ -52,9 +54,9 @@ ArenaOwner parse_owner(const std::string& text, const std::string& name);
 
 /// The marker in `image_dir`; nullopt: there is none. Throws Error: io, as parse_marker().
 std::optional<ArenaMarker> find_marker(int image_dir);
-/// Whether the memory that `marker`, of `image_dir`, leads to is gone: this host was booted since, or its arena has lost
-/// that directory. Throws Error: io if that cannot be told, as of an arena that is not seen from here.
-bool is_lost(int image_dir, const ArenaMarker& marker);
+/// Whether the memory that it leads to is gone: this host was booted since, or its arena has lost that directory. Throws
+/// Error: io if that cannot be told, as of an arena that is not seen from here.
+bool is_lost(const ArenaMarker& marker);
 /// Of a directory of an arena. Throws Error: io (also if there is none), as parse_owner().
 ArenaOwner read_owner(int directory);
 

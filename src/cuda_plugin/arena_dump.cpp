@@ -119,7 +119,7 @@ bool is_local(int image_dir) {
     if (is_there(image_dir, kManifestName) || !is_there(image_dir, kInventoryImage))
         return false;
     const std::optional<ArenaMarker> marker = find_marker(image_dir);
-    if (!marker || is_lost(image_dir, *marker))
+    if (!marker || is_lost(*marker))
         return false;
     // One that was emptied has no owner either, which is no reason to refuse.
     const std::string manifest = marker->directory + "/" + kManifestName;
@@ -210,9 +210,15 @@ ArenaDump::ArenaDump(const ArenaConfig& config, int image_dir)
 }
 
 void ArenaDump::mark() {
-    marker_ =
-        put_text(image_dir_, kArenaMarker,
-                 marker_text({.checkpoint_id = id_, .boot_id = this_boot(), .directory = path_}));
+    struct stat arena {};
+    if (::fstat(arena_.get(), &arena) != 0)
+        throw io_error("cannot examine the arena", errno);
+    marker_ = put_text(image_dir_, kArenaMarker,
+                       marker_text({.checkpoint_id = id_,
+                                    .boot_id = this_boot(),
+                                    .directory = path_,
+                                    .device = arena.st_dev,
+                                    .inode = arena.st_ino}));
 }
 
 WriteResult ArenaDump::write(const std::string& name, const ImageInfo& info, MemorySource& memory,

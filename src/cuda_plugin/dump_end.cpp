@@ -158,8 +158,7 @@ void DumpSession::undo_tree() noexcept {
                     try {
                         if (!answer.error)
                             done(task);
-                        else if (!answer.lost &&
-                                 !(task.record->direct.begun && !worker_.is_there()))
+                        else if (!answer.lost && !(task.record->direct.begun && worker_.is_gone()))
                             fail(task, answer.error);
                     } catch (const std::exception&) {
                         fail(task, std::current_exception());

@@ -33,9 +33,10 @@ void LongCalls::begin(pid_t pid, std::chrono::milliseconds limit, std::function<
     }
 }
 
-bool LongCalls::hangs(Call& call) const noexcept {
+bool LongCalls::hangs(Call& call) noexcept {
     if (call.has_ended->load())
         return false;
+    see_stop();
     Clock::time_point last{Clock::duration(last_end_->load())};
     for (const Call& one : calls_)
         if (one.moved_at != nullptr)
@@ -53,9 +54,17 @@ void LongCalls::give_up(pid_t pid) noexcept {
         }
 }
 
-void LongCalls::turn_took_longer_by(std::chrono::nanoseconds time) noexcept {
-    if (time > kStopped)
-        *last_end_ = Clock::now().time_since_epoch().count();
+void LongCalls::begin_turn() noexcept {
+    see_stop();
+    turn_ = Clock::now();
+}
+
+void LongCalls::see_stop() noexcept {
+    const auto now = Clock::now();
+    if (turn_ == Clock::time_point{} || now - turn_ < kStopped)
+        return;
+    turn_ = now;
+    *last_end_ = now.time_since_epoch().count();
 }
 
 bool LongCalls::hangs(pid_t pid) noexcept {

@@ -27,9 +27,9 @@ public:
     /// That task has died: what is under way in it hangs if it does not end soon, for it may never.
     void give_up(pid_t pid) noexcept;
 
-    /// Tell how much longer it took until calls are looked at again than it was to take. If that is seconds, this process
-    /// was stopped, and the driver with it, as by the freezer of a control group: no call's time has passed.
-    void turn_took_longer_by(std::chrono::nanoseconds time) noexcept;
+    /// From now on calls are looked at, and this is called, several times a second. If seconds go by in between, this
+    /// process was stopped, and the driver with it, as by the freezer of a control group: no call's time has passed.
+    void begin_turn() noexcept;
 
     /// Whether one of that task hangs.
     bool hangs(pid_t pid) noexcept;
@@ -52,8 +52,10 @@ private:
             false; ///< and does so until it ends, whatever other ends behind it
     };
 
-    bool hangs(Call& call) const noexcept;
+    bool hangs(Call& call) noexcept;
+    void see_stop() noexcept;
 
+    Clock::time_point turn_{}; ///< when the last one began
     std::vector<Call> calls_;
     /// When one has ended, or this process went on.
     std::shared_ptr<std::atomic<Clock::rep>> last_end_ =

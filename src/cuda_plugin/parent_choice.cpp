@@ -219,13 +219,13 @@ ParentChoice choose(const Config& config, int image_dir, Lineage& lineage,
             throw Error(Errc::io,
                         "the arena above " + directory_path(own) + " is locked: try again");
         link_parent(own, dir.get(), moves ? LinkText::relative : LinkText::absolute);
-        lineage.directory(1); // and its lock: from here on nobody removes it
-        const UniqueFd again = find_stored_parent(config, image_dir, store);
-        // One that was drained meanwhile is the same: what is locked stays for as long as a link leads there.
-        if (!again || (directory_path(again.get()) != lineage.path(1) &&
-                       (key || read_manifest(again.get()).checkpoint_id != parent.checkpoint_id)))
-            throw Error(Errc::io, lineage.path(1) + " was removed or replaced meanwhile");
     }
+    lineage.directory(1); // and its lock: from here on nobody removes it
+    const UniqueFd again = find_stored_parent(config, image_dir, store);
+    // One that was drained meanwhile is the same: what is locked stays for as long as a link leads there.
+    if (!again || (directory_path(again.get()) != lineage.path(1) &&
+                   (key || read_manifest(again.get()).checkpoint_id != parent.checkpoint_id)))
+        throw Error(Errc::io, lineage.path(1) + " was removed or replaced meanwhile");
     if (!key)
         return read_chosen(config, lineage);
     // What fails here may be let pass, and then the dump is built on nothing.

@@ -383,7 +383,8 @@ void undo_all(const std::function<Driver&()>& driver, const Config& config, Task
     auto* const undo =
         new Undo(driver, config, table, images, calls); // NOLINT(cppcoreguidelines-owning-memory)
     lower_setting();
-    for (auto begin = Clock::now(); anything_to_undo(table); begin = Clock::now()) {
+    while (anything_to_undo(table)) {
+        calls.begin_turn();
         int wait_ms = kDamagedPollMs;
         try {
             wait_ms = undo->look();
@@ -391,7 +392,6 @@ void undo_all(const std::function<Driver&()>& driver, const Config& config, Task
         }
         if (anything_to_undo(table))
             ::poll(nullptr, 0, wait_ms);
-        calls.turn_took_longer_by(Clock::now() - begin - std::chrono::milliseconds(wait_ms));
     }
     undo->finish();
     lower_setting(); // at the first time a dying criu may have held the lock still

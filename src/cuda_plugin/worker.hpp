@@ -117,6 +117,8 @@ public:
         if (!process_)
             start();
     }
+    /// Whether there is none, as one that was killed because of a call.
+    bool is_gone() const noexcept { return !process_; }
     /// Whether there is a process that answers.
     bool is_there() const noexcept { return process_ && !hangs_; }
 

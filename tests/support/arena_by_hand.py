@@ -48,8 +48,10 @@ def write_owner(directory: Path, checkpoint_id: bytes, images: Path, version: in
 def write_marker(images: Path, checkpoint_id: bytes, directory: Path) -> None:
     """Under its name in one step, in place of one that is there."""
     part = images / f".{ARENA_MARKER}.part"
+    arena = directory.parent.stat()
     part.write_text(
         f"gpustasis-arena 1\ncheckpoint {checkpoint_id.hex()}\nboot {BOOT}\ndirectory {directory}\n"
+        f"device {arena.st_dev}\ninode {arena.st_ino}\n"
     )
     part.rename(images / ARENA_MARKER)
 

@@ -39,7 +39,7 @@ def make_local(
         (stored / path.name).write_bytes(path.read_bytes())
         path.unlink()
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    found = images.stat()
+    found, kept = images.stat(), arena.stat()
     write_text(
         stored / ARENA_OWNER,
         f"gpustasis-arena-owner 1\ncheckpoint {name}\nboot {boot}\ntime 1800000000\n"
@@ -47,7 +47,8 @@ def make_local(
     )
     write_text(
         images / ARENA_MARKER,
-        f"gpustasis-arena 1\ncheckpoint {name}\nboot {boot}\ndirectory {stored}\n",
+        f"gpustasis-arena 1\ncheckpoint {name}\nboot {boot}\ndirectory {stored}\n"
+        f"device {kept.st_dev}\ninode {kept.st_ino}\n",
     )
     write_inventory(images, f"checkpoint-{name}")
     return stored

@@ -164,11 +164,11 @@ class Journal:
             ) from exc
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as exc:
+        except BlockingIOError as exc:
             os.close(self._fd)
-            if isinstance(exc, BlockingIOError):
-                raise AgentError(f"{directory} is locked: another agent uses this store") from exc
-            raise AgentError(f"cannot lock {directory}: {exc.strerror}") from exc
+            raise AgentError(f"{directory} is locked: another agent uses this store") from exc
+        except OSError as exc:  # as where the file system has no locks
+            log.warning("%s cannot be locked, against a second agent: %s", directory, exc.strerror)
 
     def close(self) -> None:
         os.close(self._fd)

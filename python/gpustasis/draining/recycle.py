@@ -35,13 +35,14 @@ from gpustasis.draining.over import is_over
 from gpustasis.errors import CheckpointError, ImageError, UnsupportedError
 from gpustasis.image.arena import (
     OVER,
+    arena_alone,
     images_of,
     is_images_of,
     marked_directory,
     opened_arena,
     own_marker,
 )
-from gpustasis.image.directory import PATIENCE_S, is_there, try_exclude
+from gpustasis.image.directory import is_there, try_exclude
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +56,6 @@ _OF_DUMP = re.compile(rf"({_FILE})|\.({_FILE})\.part|\.\.({_FILE})\.part\.part")
 _ID = re.compile(r"[0-9a-f]{32}")
 # A dump writes the owner a moment after it has made the directory: one that is older is nobody's.
 _MAKING_S = 300.0
-_POLL_S = 0.05
 _ERRORS = (OSError, ValueError, NotImplementedError, CheckpointError)
 _NO_CHECKPOINT = (None, errno.ENOENT, errno.ENOTDIR, errno.ELOOP)  # None: it has no owner
 
@@ -178,19 +178,6 @@ def arena_of(marker: ArenaMarker) -> Path | None:
     except _ERRORS as exc:
         log.warning("memory of a checkpoint in %s was not given back: %s", marker.directory, exc)
         return None
-
-
-@contextmanager
-def arena_alone(arena: Path) -> Iterator[None]:
-    """Hold the arena's lock: no dump looks for room there meanwhile, or builds on what is in it.
-    Raises CheckpointError if it stays locked; ImageError."""
-    end = time.monotonic() + PATIENCE_S
-    while (turn := try_exclude(arena)) is None:
-        if time.monotonic() >= end:
-            raise CheckpointError(f"{arena} has been locked for {PATIENCE_S:g} s by a dump")
-        time.sleep(_POLL_S)
-    with turn:
-        yield
 
 
 @contextmanager
@@ -354,6 +341,9 @@ def _children(inside: Path, *, alive: bool = False) -> Needs:
                 continue
             raise
         why = f"checkpoint {name} is built on it"
+        if text.startswith("/"):  # out of the arena, to a disk that may not answer
+            found[Path(text).name] = why
+            continue
         try:
             leads_to = link.stat()
         except OSError:

@@ -27,7 +27,6 @@ from gpustasis.draining.recycle import (
     RESERVED,
     Kept,
     Unread,
-    arena_alone,
     arena_of,
     give_up,
     is_name,
@@ -39,6 +38,7 @@ from gpustasis.draining.recycle import (
 from gpustasis.errors import CheckpointError, ImageError, UnsupportedError
 from gpustasis.image.arena import (
     Tier,
+    arena_alone,
     by_descriptor,
     find_marker,
     images_of,

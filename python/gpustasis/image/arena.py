@@ -9,6 +9,7 @@ import errno
 import fcntl
 import os
 import re
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from enum import StrEnum
@@ -19,8 +20,9 @@ from gpustasis._core import ARENA_MARKER, ARENA_OWNER, ArenaMarker, ArenaOwner, 
 from gpustasis.criu.images import inventory_plugins
 from gpustasis.errors import CheckpointError, ImageError, LocalError, UnsupportedError
 from gpustasis.files import open_new
-from gpustasis.image.directory import is_there, share
+from gpustasis.image.directory import PATIENCE_S, is_there, share, try_exclude
 
+_POLL_S = 0.05
 OVER = ".over"  # drained or given up: its image directory may hold another one by now
 
 
@@ -158,6 +160,19 @@ def opened_arena(arena: Path) -> Iterator[Path]:
         yield inside
     finally:
         os.close(fd)
+
+
+@contextmanager
+def arena_alone(arena: Path) -> Iterator[None]:
+    """Hold the arena's lock: no dump looks for room there meanwhile, or builds on what is in it.
+    Raises CheckpointError if it stays locked; ImageError."""
+    end = time.monotonic() + PATIENCE_S
+    while (turn := try_exclude(arena)) is None:
+        if time.monotonic() >= end:
+            raise CheckpointError(f"{arena} has been locked for {PATIENCE_S:g} s by a dump")
+        time.sleep(_POLL_S)
+    with turn:
+        yield
 
 
 @contextmanager

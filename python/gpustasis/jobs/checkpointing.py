@@ -46,6 +46,8 @@ from gpustasis.streaming.tree import Tree, resident_bytes
 from gpustasis.task import is_of_ipc_job
 
 log = logging.getLogger(__name__)
+_IN_MEMORY: dict[str, Setting] = {"tier": "ram", "when_full": "refuse"}  # all ranks stand by then
+_DURABLE: dict[str, Setting] = {"tier": "disk"}
 
 _ENDING_S = 5.0  # for tasks that are being killed, before they are killed once more
 _ENDED_S = 60.0
@@ -207,11 +209,7 @@ class Checkpointing(HasCriu):
         context.note(images=str(images))
         pid = context.state.pid
         closing = context.options.tcp_close
-        # Whatever the configuration says: what is to be durable goes to the disk, and none may wait
-        # for room, for all ranks stand by now.
-        tier: dict[str, Setting] = {"tier": "disk"}
-        if self._neighbour:
-            tier = {"tier": "ram", "when_full": "refuse"}
+        tier = _IN_MEMORY if self._neighbour else _DURABLE  # whatever the configuration says
         settings = run.Settings(
             plugin={"found_locked": "dump", **tier, **self._built_on()},
             options={"tcp-established": not closing, "tcp-close": closing},
