@@ -189,13 +189,27 @@ def test_a_service_tells_systemd(agents: Agents, tmp_path: Path) -> None:
         assert said == b"STOPPING=1"
 
 
-def test_there_is_one_agent_at_a_socket(agents: Agents) -> None:
+def test_there_is_one_agent_at_a_socket_and_at_a_store(agents: Agents) -> None:
     agent = agents()
-    words = ["agent", "run", "--config", str(agent.config), "--json"]
-    argv = [sys.executable, "-m", "gpustasis", *words]
-    again = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=60)
-    found = check_document(again.stdout, "agent run")["error"]
-    assert "there is an agent at" in found["message"] and again.returncode == 23
+    elsewhere = agent.config.with_name("elsewhere.toml")
+    elsewhere.write_text(agent.config.read_text().replace("/store", "/elsewhere"))
+    for config, words in (
+        (agent.config, "another agent uses this store"),
+        (elsewhere, "there is an agent at"),
+    ):
+        argv = [
+            sys.executable,
+            "-m",
+            "gpustasis",
+            "agent",
+            "run",
+            "--config",
+            str(config),
+            "--json",
+        ]
+        again = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=60)
+        found = check_document(again.stdout, "agent run")["error"]
+        assert words in found["message"] and again.returncode == 23
     with agent.client() as client:
         assert client.status()["at_work"] == 0
 
