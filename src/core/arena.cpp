@@ -251,6 +251,12 @@ bool is_lost(const ArenaMarker& marker) {
     if (found.st_dev != marker.device || found.st_ino != marker.inode)
         throw Error(Errc::io, path + " is not the arena in which " + marker.directory +
                                   " was made: that may not be seen from here");
+    // In that one, whatever has been mounted since the first look.
+    const std::string name = marker.directory.substr(path.size() + 1);
+    if (::faccessat(arena.get(), name.c_str(), F_OK, AT_SYMLINK_NOFOLLOW) == 0)
+        return false;
+    if (errno != ENOENT)
+        throw io_error("cannot look for " + marker.directory, errno);
     return true;
 }
 
