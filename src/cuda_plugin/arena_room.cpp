@@ -173,8 +173,8 @@ std::string ArenaRoom::why_not(const ArenaNeed& need) {
         throw Error(Errc::io, "another dump has looked for room in the arena for " +
                                   std::to_string(kLockPatienceMs / 1000) + " s: try again");
     const std::string path = directory_path(arena_);
-    struct stat own {
-    }, seen{};
+    struct stat own {};
+    struct stat seen {};
     if (::fstatat(arena_, own_.c_str(), &own, AT_SYMLINK_NOFOLLOW) != 0 ||
         ::stat((path + "/" + own_).c_str(), &seen) != 0 || own.st_dev != seen.st_dev ||
         own.st_ino != seen.st_ino)

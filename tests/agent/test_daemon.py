@@ -197,16 +197,8 @@ def test_there_is_one_agent_at_a_socket_and_at_a_store(agents: Agents) -> None:
         (agent.config, "another agent uses this store"),
         (elsewhere, "there is an agent at"),
     ):
-        argv = [
-            sys.executable,
-            "-m",
-            "gpustasis",
-            "agent",
-            "run",
-            "--config",
-            str(config),
-            "--json",
-        ]
+        asked = ["agent", "run", "--config", str(config), "--json"]
+        argv = [sys.executable, "-m", "gpustasis", *asked]
         again = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=60)
         found = check_document(again.stdout, "agent run")["error"]
         assert words in found["message"] and again.returncode == 23
