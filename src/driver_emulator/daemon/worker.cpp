@@ -16,8 +16,10 @@
 #include <set>
 #include <sys/mman.h>
 #include <sys/syscall.h>
+#include <thread>
 #include <unistd.h>
 #include <utility>
+#include <vector>
 
 namespace gpustasis::emulator {
 namespace {
@@ -173,14 +175,21 @@ Result Worker::unmap_segment(const SegmentRequest& request) {
 
 /// The driver's checkpoint returns when the GPU's memory is free. Left to our exit, that would take
 /// processors from whoever goes on with the client's answer in hand. Cut off, not only unmapped:
-/// a forked child of the client may hold the file.
+/// a forked child of the client may hold the file. Those of several GPUs at once: one thread would
+/// need processor time for each of them in turn, which no GPU does.
 void Worker::release_memory() {
     signal(SIGBUS, [](int) { _exit(0); }); // a kernel that still runs ends with its memory
+    std::vector<std::jthread> others;
     for (const Window& window : windows_) {
-        if (window.size != 0 && ftruncate(window.memory.get(), 0) != 0) {
-            _exit(1);
+        if (window.size != 0) {
+            others.emplace_back([&window] {
+                if (ftruncate(window.memory.get(), 0) != 0) {
+                    _exit(1);
+                }
+            });
         }
     }
+    others.clear();
     ledger_.release_all(slot_);
 }
 
