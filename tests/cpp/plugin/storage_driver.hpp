@@ -16,6 +16,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <map>
 #include <mutex>
 #include <vector>
@@ -26,6 +27,7 @@ using namespace gpustasis;
 
 inline constexpr int kGpus = 2;
 inline constexpr driver::Result kRefused = driver::kOutOfMemory;
+inline constexpr driver::Result kLinkFailed = 220; // CUDA_ERROR_NVLINK_UNCORRECTABLE
 
 struct OneStream {
     struct Write {
@@ -52,6 +54,7 @@ struct State {
     std::atomic<int> host_allocs_left = 1000; ///< the next ones fail
     std::atomic<int> streams_left = 1000;
     std::atomic<bool> synchronizes = true;
+    std::atomic<int> waits_left = 1'000'000; ///< for streams that were made; the next ones fail
     std::atomic<bool> knows_own_streams =
         true;                              ///< else nothing can be done with those that it gives
     std::atomic<int> broken_gpu = -1;      ///< of which no context can be waited for
@@ -59,6 +62,8 @@ struct State {
     std::atomic<unsigned> nvml_lists = kGpus;
     const std::atomic<bool>* announced = nullptr; ///< what must be set when memory is asked for
     std::mutex context_gate;                      ///< a context is made while nobody holds it
+    // Called, if there is one, before it does that of a restore.
+    std::function<void()> on_restore, on_copy, on_complete;
 
     // What it has.
     std::atomic<int> contexts = 0;
@@ -67,6 +72,7 @@ struct State {
     std::atomic<int> hosts = 0; ///< blocks of page-locked memory
     // What was done.
     std::atomic<int> checkpoints = 0;
+    std::atomic<int> restores = 0;
     std::atomic<int> waits = 0; ///< for streams
     std::atomic<int> late = 0;  ///< host_alloc while memory was handed over
     std::atomic<int> asked = 0;
@@ -109,9 +115,15 @@ inline void do_all(OneStream& stream) {
     stream.begun.clear();
 }
 inline thread_local int current = -1;
+inline bool is_own(void* stream) {
+    return std::ranges::any_of(state.own, [&](const OneStream& one) { return &one == stream; });
+}
 inline bool is_unknown(void* stream) {
-    return !state.knows_own_streams &&
-           std::ranges::any_of(state.own, [&](const OneStream& one) { return &one == stream; });
+    return !state.knows_own_streams && is_own(stream);
+}
+inline void call(const std::function<void()>& hook) {
+    if (hook)
+        hook();
 }
 
 inline Id uuid(int gpu) {
@@ -230,6 +242,11 @@ STORAGE_DRIVER_API cuStreamSynchronize(void* stream) {
         static_cast<storage_driver::OneStream*>(stream)->gpu == storage_driver::current;
     if (storage_driver::is_unknown(stream))
         return gpustasis::driver::kInvalidContext;
+    if (!storage_driver::is_own(stream) && storage_driver::state.waits_left-- <= 0) {
+        const std::lock_guard lock(storage_driver::state.mutex);
+        static_cast<storage_driver::OneStream*>(stream)->begun.clear(); // nor is it done later
+        return storage_driver::kLinkFailed;
+    }
     if (storage_driver::state.synchronizes && is_current) {
         const std::lock_guard lock(storage_driver::state.mutex);
         storage_driver::do_all(*static_cast<storage_driver::OneStream*>(stream));
@@ -275,6 +292,7 @@ STORAGE_DRIVER_API cuMemcpyDtoHAsync_v2(void* to, std::uint64_t from, std::size_
 }
 STORAGE_DRIVER_API cuMemcpyHtoDAsync_v2(std::uint64_t to, const void* from, std::size_t size,
                                         void* stream) {
+    storage_driver::call(storage_driver::state.on_copy);
     return storage_driver::begin(
         stream, {reinterpret_cast<std::byte*>(to), static_cast<const std::byte*>(from), size, 0});
 }
@@ -303,13 +321,17 @@ STORAGE_DRIVER_API cuCheckpointProcessCheckpoint(int pid, gpustasis::driver::Che
     return storage_driver::hand_over(pid, args->storage, false);
 }
 STORAGE_DRIVER_API cuCheckpointProcessRestore(int pid, gpustasis::driver::RestoreArgs* args) {
+    ++storage_driver::state.restores;
     storage_driver::see_announced();
+    storage_driver::call(storage_driver::state.on_restore);
     return storage_driver::hand_over(pid, args->storage, true);
 }
 STORAGE_DRIVER_API cuCheckpointOperationComplete(void* of) {
     using storage_driver::state;
-    const std::lock_guard lock(state.mutex);
     auto* handle = static_cast<storage_driver::Handle*>(of);
+    if (handle->restores)
+        storage_driver::call(state.on_complete);
+    const std::lock_guard lock(state.mutex);
     for (storage_driver::OneStream& stream : state.own)
         storage_driver::do_all(stream);
     if (!handle->restores)

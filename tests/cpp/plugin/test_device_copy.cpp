@@ -297,6 +297,61 @@ void memory_whose_stream_is_not_known_is_waited_for_all_the_same() {
     state.synchronizes = true;
 }
 
+// The first context is not that of the GPU which it is on.
+void memory_of_another_gpu_whose_stream_is_not_known_is_waited_for_too() {
+    constexpr std::size_t kSize = 1 << 20;
+    const sample::Buffer content = sample::random_bytes(kSize, 2);
+    CustomStorage storage = new_storage();
+    storage.prepare({uuid(0), uuid(1)}, 2);
+    storage_driver::have(kPid, {sample::Buffer{}, content});
+    CustomStorage::Operation operation;
+    storage.reserve({uuid(0)}, operation);
+    std::atomic<bool> held = false;
+    state.knows_own_streams = false;
+    storage.checkpoint(kPid, operation, held);
+    const auto devices = number_devices(operation);
+    MovedAt moved_at = 0;
+    {
+        DeviceSource source(storage, devices, moved_at);
+        std::vector<std::byte> read(kSize);
+        source.read(device_address(devices.front().number, 0), read);
+        CHECK(read == content);
+    }
+    operation.complete();
+    state.knows_own_streams = true;
+}
+
+// An image of what a GPU has no page for could not be restored.
+void what_a_page_has_more_than_its_gpu_is_read_as_zero() {
+    constexpr std::size_t kPage = 4096, kMore = 100;
+    HandedOver of(kPage + kMore);
+    DeviceSource source(of.storage, of.devices, of.moved_at);
+    std::vector<std::byte> read(2 * kPage, std::byte{0xff});
+    source.read(device_address(0, 0), read);
+    CHECK(std::memcmp(read.data(), of.memory().data(), kPage + kMore) == 0);
+    CHECK(std::ranges::all_of(std::span(read).subspan(kPage + kMore),
+                              [](std::byte byte) { return byte == std::byte{0}; }));
+}
+
+// As of an error that the GPU or its link meets while it copies: only whoever waits is told.
+void what_was_not_copied_is_not_read() {
+    HandedOver of(kBlocks * kBlock);
+    state.waits_left = 0;
+    {
+        DeviceSource source(of.storage, of.devices, of.moved_at);
+        std::vector<std::byte> read(kBlock);
+        CHECK_THROWS(Errc::io, source.read(device_address(0, 0), read));
+        CHECK_THROWS(Errc::io, source.lend(device_address(0, kBlock), kPiece));
+    }
+    CHECK_THROWS(Errc::io, DeviceSink(of.storage, of.devices, of.moved_at)); // nothing is zero
+    state.waits_left = 1'000'000;
+    DeviceSink sink(of.storage, of.devices, of.moved_at);
+    sink.write(device_address(0, 0), std::vector<std::byte>(kPiece, std::byte{1}));
+    state.waits_left = 0;
+    CHECK_THROWS(Errc::io, sink.finish());
+    state.waits_left = 1'000'000;
+}
+
 // Of a driver that copies as late as it may.
 void no_piece_is_written_to_before_it_was_copied() {
     constexpr std::size_t kLaps = 3;
@@ -374,6 +429,9 @@ int main() {
     what_a_sink_takes_back_needs_no_memory();
     bytes_of_an_image_for_which_a_gpu_has_no_room_are_refused();
     memory_whose_stream_is_not_known_is_waited_for_all_the_same();
+    memory_of_another_gpu_whose_stream_is_not_known_is_waited_for_too();
+    what_a_page_has_more_than_its_gpu_is_read_as_zero();
+    what_was_not_copied_is_not_read();
     a_stream_is_waited_for_once_for_all_that_was_copied_before();
     no_piece_is_written_to_before_it_was_copied();
     restores_on_one_gpu_have_page_locked_memory_each_before_the_driver_is_asked();
