@@ -16,6 +16,8 @@ namespace gpustasis {
 inline constexpr const char* kArenaMarker = "gpustasis-arena";
 /// In the directory of a checkpoint in an arena: says whose it is.
 inline constexpr const char* kArenaOwner = "owner";
+/// The same: it is drained, or given up, and what is in the image directory needs nothing of it.
+inline constexpr const char* kArenaOver = ".over";
 
 /// What the marker says.
 struct ArenaMarker {

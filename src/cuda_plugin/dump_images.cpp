@@ -45,6 +45,7 @@ void DumpImages::choose_parent(const ContainerStore* store) {
         host::info("parent: " + parent.directory + ", " + std::to_string(parent.index->size()) +
                    " chunks");
         known_ = std::move(parent.index);
+        parent_held_ = std::move(parent.held);
     } else {
         host::info("a full checkpoint: " + parent.reason);
     }

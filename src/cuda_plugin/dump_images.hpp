@@ -121,7 +121,8 @@ private:
     int image_dir_;
     Lineage& lineage_;
     Statistics& statistics_;
-    std::optional<ParentIndex> known_; ///< none: neither a parent nor an image yet
+    std::optional<ParentIndex> known_;   ///< none: neither a parent nor an image yet
+    std::optional<Lineage> parent_held_; ///< as of ParentChoice, to the end
     /// Whose images are written and not in `known_`, and their rights.
     std::vector<std::pair<ManifestTask, std::string>> not_known_;
     Manifest manifest_;

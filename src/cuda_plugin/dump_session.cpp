@@ -161,6 +161,7 @@ bool DumpSession::pause(pid_t pid) {
             // Where a drain is at work, or has to be, nothing is touched.
             lock_marker(image_dir_.get());
             settle_policy(false);
+            refuse_needed_by_local(config_, image_dir_.get());
             if (config_.arena.is_used)
                 refuse_with_arena(config_);
             images_.seal();

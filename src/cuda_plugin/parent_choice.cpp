@@ -5,6 +5,7 @@
 #include "core/error.hpp"
 #include "core/file.hpp"
 #include "core/unique_fd.hpp"
+#include "cuda_plugin/memory_directory.hpp"
 #include "cuda_plugin/sealed_key.hpp"
 #include "seal/sealed_chain.hpp"
 #include "seal/sealed_checkpoint.hpp"
@@ -54,7 +55,7 @@ bool is_same(int dir, int other) {
 }
 
 ParentChoice full(std::string reason) {
-    return {.index = {}, .directory = {}, .reason = std::move(reason)};
+    return {.index = {}, .directory = {}, .reason = std::move(reason), .held = {}};
 }
 
 /// Why a dump cannot be built on the checkpoint in `dir`; empty: it can. One key lineage, or none: in the
@@ -151,6 +152,25 @@ std::string linked_to(int dir) {
     return {text, static_cast<std::size_t>(std::max<ssize_t>(size, 0))};
 }
 
+/// Whether the checkpoint in `child`, a directory of an arena, is built on what is, or was, in `image_dir`.
+bool is_built_on(int child, int image_dir) {
+    const std::string link = linked_to(child);
+    if (link.empty() || link.starts_with('/')) // out of the arena, to a disk that may not answer
+        return link == directory_path(image_dir);
+    const UniqueFd parent = open_directory(child, link.c_str());
+    if (!parent || !is_local(parent.get()))
+        return false;
+    const struct stat own = status_of(image_dir);
+    const ArenaOwner owner = read_owner(parent.get());
+    return owner.device == own.st_dev && owner.inode == own.st_ino;
+}
+
+/// Whether nobody can want what is in `dir`, of an arena: it is over, or of a dump that was broken off.
+bool is_left(int dir) {
+    return exists(dir, kArenaOver) ||
+           (!exists(dir, kManifestName) && ::flock(dir, LOCK_EX | LOCK_NB) == 0);
+}
+
 void remove_link(int dir) {
     if (::unlinkat(dir, kParentLink, 0) != 0 && errno != ENOENT)
         throw io_error(std::string("cannot remove the old ") + kParentLink, errno);
@@ -165,7 +185,8 @@ ParentChoice choose(const Config& config, int image_dir, Lineage& lineage,
                         "parent = \"" + config.parent + "\": needs externalize, which is off");
         return full("externalize is off");
     }
-    const UniqueFd dir = find_stored_parent(config, image_dir, store);
+    const UniqueFd parent_dir = find_parent(config, image_dir, store);
+    const UniqueFd dir = parent_dir ? stored_directory(parent_dir.get()) : UniqueFd();
     if (!dir)
         return full(store != nullptr ? "no checkpoint in " + store->path() : "no parent");
     if (const std::string why_not = why_not_alike(config, dir.get(), sealed != nullptr);
@@ -220,14 +241,20 @@ ParentChoice choose(const Config& config, int image_dir, Lineage& lineage,
                         "the arena above " + directory_path(own) + " is locked: try again");
         link_parent(own, dir.get(), moves ? LinkText::relative : LinkText::absolute);
     }
-    lineage.directory(1); // and its lock: from here on nobody removes it
+    lineage.directory(1);        // and its lock: from here on nobody removes it
+    std::optional<Lineage> held; // and what is left of it when it is drained
+    if (parent_is_local)
+        held = Lineage::above(parent_dir.get());
     const UniqueFd again = find_stored_parent(config, image_dir, store);
     // One that was drained meanwhile is the same: what is locked stays for as long as a link leads there.
     if (!again || (directory_path(again.get()) != lineage.path(1) &&
                    (key || read_manifest(again.get()).checkpoint_id != parent.checkpoint_id)))
         throw Error(Errc::io, lineage.path(1) + " was removed or replaced meanwhile");
-    if (!key)
-        return read_chosen(config, lineage);
+    if (!key) {
+        ParentChoice choice = read_chosen(config, lineage);
+        choice.held = std::move(held);
+        return choice;
+    }
     // What fails here may be let pass, and then the dump is built on nothing.
     try {
         sealed->build_on(*key);
@@ -273,6 +300,30 @@ void refuse_circle(const Config& config, int image_dir) {
         }
         if (replaces(chain.directory(depth)))
             refuse(chain.path(1), chain.path(depth));
+    }
+}
+
+void refuse_needed_by_local(const Config& config, int image_dir) {
+    const UniqueFd arena(
+        ::open(config.arena.path.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC));
+    if (!arena) // there is none, or none that is seen
+        return;
+    for (const std::string& name : names_in(arena.get())) {
+        const UniqueFd child = open_directory(arena.get(), name.c_str());
+        std::string images;
+        try {
+            if (!child || !is_built_on(child.get(), image_dir) || is_left(child.get()))
+                continue;
+            images = read_owner(child.get()).images;
+        } catch (const Error&) { // it could not be drained anyway
+            continue;
+        }
+        const std::string path = directory_path(image_dir);
+        throw Error(Errc::unsupported,
+                    "the checkpoint in " + images + " is only in memory yet, and built on what " +
+                        path + " holds: a dump into it would replace that: drain the other (" +
+                        "gpustasis drain " + images + "), give it up (gpustasis arena discard " +
+                        config.arena.path + "/" + name + "), or use another directory");
     }
 }
 

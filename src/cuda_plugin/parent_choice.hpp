@@ -18,11 +18,14 @@ struct ParentChoice {
     std::optional<ParentIndex> index; ///< none: the dump is a full one
     std::string directory;            ///< the parent's, or empty
     std::string reason;               ///< why it is a full one, or empty
+    std::optional<Lineage> held;      ///< of a parent that is local: a lock on its image directory
 };
 
 /// The directory that the key `parent` names; else, with a `store`, the newest that it has; else
 /// the first with a manifest of ours along CRIU's own `parent` links (criu dump --prev-images-dir);
-/// else none. Makes the parent link of the checkpoint that `lineage` is of, or removes what an
+/// else none. `held` is to last to the end of the dump: a local one may be drained meanwhile, and before
+/// the dump has left its marker nothing else tells whoever removes the image directory that it is needed.
+/// Makes the parent link of the checkpoint that `lineage` is of, or removes what an
 /// earlier dump left; `lineage` keeps the chain's files open. A chain that would get longer than
 /// config.max_chain is not continued. With `sealed`, the dump is for recipients: its parent is sealed as well, is
 /// opened by config.private_key, and `sealed` is built on it from then on. A parent that was named and differs
@@ -35,5 +38,9 @@ ParentChoice choose_parent(const Config& config, int image_dir, Lineage& lineage
 /// Before anything of an earlier dump is removed from `image_dir`: throws Error: bad_argument if the parent that
 /// `config` names, or CRIU's link leads to, is built on that, or is that, whether it was drained or not.
 void refuse_circle(const Config& config, int image_dir);
+
+/// The same: throws Error: unsupported if a checkpoint in the arena that `config` names is not drained, and built on what
+/// is, or was before it was drained, in `image_dir`: it could never be drained. io if that arena cannot be read.
+void refuse_needed_by_local(const Config& config, int image_dir);
 
 } // namespace gpustasis

@@ -174,9 +174,12 @@ private:
     UniqueFd socket_;
     std::uint64_t last_id_ = 0;
     std::uint64_t number_ = 0; ///< of the process, of all that were started
-    std::map<std::uint64_t, std::optional<worker_protocol::Reply>>
-        under_way_; ///< calls that were begun, by id; a reply that came while another was waited for
-    std::set<std::uint64_t> given_up_; ///< calls whose replies nobody waits for
+    struct UnderWay {
+        std::optional<worker_protocol::Reply> reply; ///< that came while another was waited for
+        const DirectRecord* direct = nullptr; ///< as of its Call; none: no quick call waits for it
+    };
+    std::map<std::uint64_t, UnderWay> under_way_; ///< calls that were begun, by id
+    std::set<std::uint64_t> given_up_;            ///< calls whose replies nobody waits for
     Clock::time_point
         patient_until_{};             ///< it may be handed memory by a call that was given up early
     std::uint64_t initialize_id_ = 0; ///< of a begin_initialize() without an answer; 0: none

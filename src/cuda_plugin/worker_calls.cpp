@@ -157,7 +157,7 @@ bool Worker::take_reply(std::span<const Call> calls, Received& received) {
         return true;
     }
     if (call == calls.end()) {
-        known->second = reply;
+        known->second.reply = reply;
         return false;
     }
     if (known != under_way_.end())
@@ -180,16 +180,17 @@ Worker::Received Worker::receive(std::span<const Call> calls) {
         const auto early = under_way_.find(calls[i].id);
         if (early == under_way_.end())
             continue;
-        if (const std::optional<Reply>& reply = early->second) {
+        if (const std::optional<Reply>& reply = early->second.reply) {
             received.reply = *reply;
             under_way_.erase(early);
             return received;
         }
     }
-    const auto is_held = [this](const Call& call) {
-        return call.direct != nullptr && call.direct->held && !call.direct->completing &&
+    const auto holds = [this](const DirectRecord* direct) {
+        return direct != nullptr && direct->held && !direct->completing &&
                table_->on_orphaned != OnOrphaned::kill;
     };
+    const auto is_held = [&holds](const Call& call) { return holds(call.direct); };
     const bool watches = std::ranges::any_of(calls, [](const Call& c) { return c.watched != 0; });
     for (Clock::time_point looked = Clock::now();;) {
         const Clock::time_point before = last_sign();
@@ -213,7 +214,10 @@ Worker::Received Worker::receive(std::span<const Call> calls) {
             return received;
         if (ready > 0)
             continue;
-        const bool is_storing = std::ranges::any_of(calls, is_held);
+        // Also in a call that is not waited for now: a quick one may wait in the driver behind it.
+        const bool is_storing = std::ranges::any_of(under_way_, [&holds](const auto& one) {
+            return !one.second.reply && holds(one.second.direct);
+        });
         const Clock::time_point sign = last_sign();
         for (std::size_t i = 0; i < calls.size(); ++i) {
             if (calls[i].watched != 0)
@@ -284,7 +288,7 @@ Worker::Call Worker::begin(Request& request, const char* name, std::uint32_t tim
     require_listening();
     send(request);
     most_ms_ = std::max(under_way_.empty() ? 0 : most_ms_, timeout_ms);
-    under_way_.emplace(request.id, std::nullopt);
+    under_way_.emplace(request.id, UnderWay{});
     return call_of(request.id, name, request.pid, timeout_ms, tid);
 }
 
@@ -327,6 +331,8 @@ Worker::Call Worker::begin_of_record(Request& request, const char* name, const T
     Call call = begin(request, name, timeout_ms, tid);
     if (worker_protocol::moves_memory(request.op))
         call.direct = &record.direct;
+    if (request.op != Op::undo_restore) // in an undo all others wait to run on
+        under_way_.at(call.id).direct = call.direct;
     return call;
 }
 

@@ -28,6 +28,7 @@ from gpustasis.image.directory import try_exclude
 from gpustasis.image.verification import verify_directory
 from support.arena import dump, ram, restore
 from support.broken_dumps import dump_and_stop, recover
+from support.cpu_memory import running
 from support.direct_memory import DRIVER
 
 KILLS = 12
@@ -161,6 +162,16 @@ def test_a_disk_that_is_full(newest_rig: Rig, arena: Path) -> None:
         subprocess.run(["umount", "-l", disk], check=True)
 
 
+def await_waiting(criu: subprocess.Popen[bytes], images: Path) -> None:
+    """Until its dump into `images` waits for room."""
+    log = images.with_name(f"{images.name}.dump.log")
+    deadline = time.monotonic() + 20
+    while "waiting for a drain: " not in (log.read_text() if log.exists() else ""):
+        assert criu.poll() is None, log.read_text()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def test_a_dump_waits_until_a_drain_has_made_room(newest_rig: Rig, arena: Path) -> None:
     rig = newest_rig
     with rig.job(mib=32) as job:
@@ -168,18 +179,39 @@ def test_a_dump_waits_until_a_drain_has_made_room(newest_rig: Rig, arena: Path) 
         first = dump(rig, job, "--leave-running", **config)
         second = rig.images()
         criu = rig.start(rig.dump_words(job, second, ["--leave-running"]), config)
-        log = second.with_name(f"{second.name}.dump.log")
-        deadline = time.monotonic() + 20
-        while "waiting for a drain: " not in (log.read_text() if log.exists() else ""):
-            assert criu.poll() is None, log.read_text()
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        await_waiting(criu, second)
         job.run_on()  # nothing of it is locked
         drain(first)
         assert criu.wait(timeout=60) == 0
         assert tier_of(second) == Tier.LOCAL
         assert not verify_directory(second).problems
         job.run_on()
+
+
+def test_a_parent_that_is_drained_while_its_child_waits_for_room_is_not_removed(
+    newest_rig: Rig, arena: Path, memory_job: Path
+) -> None:
+    """A tree without CUDA has no marker before it has room: no store says that it needs one."""
+    rig = newest_rig
+    with running(rig, memory_job, mib=64) as job:
+        config = ram(arena, cpu_memory="ours", when_full="wait", when_full_timeout_s=60)
+        first = dump(rig, job, "--leave-running", **config)
+        job.run_on()
+        other = dump(rig, job, "--leave-running", **config)
+        job.run_on()
+        kept = sum(one.size for one in look_into(arena).kept)
+        config |= {"parent": str(first), "arena_limit": kept + (24 << 20)}
+        second = rig.images()
+        criu = rig.start(rig.dump_words(job, second, ["--leave-running"]), config)
+        await_waiting(criu, second)
+        assert not (second / ARENA_MARKER).exists()
+        drain(first)
+        assert try_exclude(first) is None  # as of a prune
+        drain(other)
+        assert criu.wait(timeout=60) == 0
+        job.run_on()
+    drain(second)
+    assert not verify_directory(second).problems
 
 
 @pytest.mark.parametrize("gpu_memory", ["staged", "direct"])

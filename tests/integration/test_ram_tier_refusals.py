@@ -74,6 +74,28 @@ def test_nor_does_a_tree_without_cuda(newest_rig: Rig, arena: Path, memory_job: 
         job.run_on()
 
 
+@pytest.mark.parametrize("tier", ["ram", "disk"])
+def test_nor_what_one_in_memory_is_built_on(newest_rig: Rig, arena: Path, tier: str) -> None:
+    """It is drained, and has no marker any more."""
+    rig = newest_rig
+    with rig.job(mib=8) as job:
+        first = dump(rig, job, "--leave-running", **ram(arena))
+        job.run_on()
+        second = dump(rig, job, "--leave-running", **ram(arena, parent=str(first)))
+        drain(first)
+        before = files_of(first)
+        config = {**ram(arena), "tier": tier}
+        done = rig.dump(job, first, "--leave-running", config=config)
+        words = f"the checkpoint in {second} is only in memory yet, and built on what {first} holds"
+        assert done.status != 0 and words in done.errors, done.errors
+        job.run_on()
+        assert files_of(first) == before
+        drain(second)
+        assert not verify_directory(second).problems
+        done = rig.dump(job, first, "--leave-running", config=config)
+        assert done.status == 0, done.errors  # as ever: what is on the disk is its owner's to keep
+
+
 def test_what_cannot_be_told_is_not_taken_for_lost(newest_rig: Rig, arena: Path) -> None:
     rig = newest_rig
     with rig.job(mib=8) as job:

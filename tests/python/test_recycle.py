@@ -221,7 +221,7 @@ def test_what_is_given_up_in_the_arena_leaves_no_marker(arena: Path, tmp_path: P
     assert names(arena) == [parent.stored.name]
 
 
-@pytest.mark.parametrize("owner", ["is there", "is of a later version"])
+@pytest.mark.parametrize("owner", ["is there", "is of a later version", "is damaged", "is gone"])
 def test_what_another_is_built_on_is_not_given_up(
     arena: Path, tmp_path: Path, process: int, owner: str
 ) -> None:
@@ -230,7 +230,11 @@ def test_what_another_is_built_on_is_not_given_up(
     parent = make_local(arena, tmp_path / "1", 1)
     child = make_local(arena, tmp_path / "2", 2, parent=parent)
     words = f"^{parent.stored} cannot be given up: checkpoint {child.stored.name} is built on it"
-    if owner != "is there":
+    if owner == "is damaged":
+        (parent.stored / ARENA_OWNER).write_text("rubbish")
+    elif owner == "is gone":
+        (parent.stored / ARENA_OWNER).unlink()
+    elif owner != "is there":
         write_owner(parent.stored, parent.checkpoint_id, parent.images, version=2)
         words = f"^whether another checkpoint is built on what is in {parent.stored} cannot be told"
     with pytest.raises(CheckpointError, match=words):

@@ -207,16 +207,20 @@ def without_child(images: Path, marker: ArenaMarker) -> Iterator[None]:
 
 def _inside_own(images: Path, marker: ArenaMarker, held: ExitStack) -> Path | None:
     """What the marker leads to, open for as long as `held` is; None: it is no checkpoint, or it is
-    not that of `images`. Raises OSError, NotImplementedError if it may be one."""
+    not that of `images`. One whose owner is damaged, or gone, may be: what is built on it needs it
+    all the same. Raises OSError, NotImplementedError if it may be one."""
+    inside: Path | None = None
     try:
-        inside = held.enter_context(marked_directory(marker))
-        return inside if is_images_of(images, read_arena_owner(inside)) else None
-    except (ValueError, CheckpointError):
-        return None
+        inside = held.enter_context(opened_arena(Path(marker.directory)))
+        owner = read_arena_owner(inside)
+    except ValueError:
+        return inside
     except OSError as exc:
         if exc.errno in _NO_CHECKPOINT:
-            return None
+            return inside
         raise
+    is_marked = (owner.checkpoint_id, owner.boot_id) == (marker.checkpoint_id, marker.boot_id)
+    return inside if is_marked and is_images_of(images, owner) else None
 
 
 def give_up(directory: Path) -> None:

@@ -28,7 +28,7 @@ from gpustasis.image.checkpoint import (
     open_image,
     plain_size,
 )
-from gpustasis.image.directory import shared
+from gpustasis.image.directory import is_there, shared
 from gpustasis.image.store import why_not_whole
 from gpustasis.image.verification import verify_directory
 from gpustasis.jobs.network import Network, network_of_json
@@ -210,6 +210,18 @@ def identity_of(directory: Path) -> tuple[str, str]:
         return "", ""
     parent = "" if manifest.parent_id == NO_PARENT else manifest.parent_id.hex()
     return manifest.checkpoint_id.hex(), parent
+
+
+def may_be_in_memory(record: DumpRecord) -> bool:
+    """Whether it may be so alone. It is not if it is found drained, or fetched, in its place: of a
+    directory that is not seen from this host nobody can tell."""
+    if not record.is_copied:
+        return False
+    place = Path(record.directory)
+    try:  # a drain writes the manifest when all else is on the disk
+        return not is_there(place / MANIFEST_NAME) or identity_of(place)[0] != record.id
+    except CheckpointError:
+        return True
 
 
 def named_in(directory: Path) -> set[str]:

@@ -20,7 +20,7 @@ from gpustasis.files import changeable_by_others
 from gpustasis.image.checkpoint import is_sealed
 from gpustasis.image.directory import try_exclude
 from gpustasis.jobs import epochs, neighbour, verified
-from gpustasis.jobs.dumps import DumpRecord, named_in, problems_of, record_of
+from gpustasis.jobs.dumps import DumpRecord, may_be_in_memory, named_in, problems_of, record_of
 from gpustasis.jobs.epochs import Standing
 from gpustasis.jobs.messages import Phase
 from gpustasis.jobs.owner import owner_of
@@ -258,9 +258,8 @@ def prune(store: Store, keys: Keys, keep_last: int) -> list[Pruned]:
 
 
 def _is_in_memory(one: Standing) -> bool:
-    """Whether it may be so alone: nobody has said that it is drained. It is lost when both hosts
-    are. Raises JobError."""
-    return not one.is_engines and any(record.is_copied for record in records_of(one))
+    """Whether it may be so alone: then it is lost when both hosts are. Raises JobError."""
+    return not one.is_engines and any(map(may_be_in_memory, records_of(one)))
 
 
 def _not_back_yet(found: list[Standing]) -> set[int]:

@@ -5,7 +5,8 @@
 // calls of it do not meet: none returns before so many are under way at once. Every process is in state
 // SLOW_DRIVER_STATE, from which it moves on with SLOW_DRIVER_MOVES; a Checkpoint or Restore of pid SLOW_DRIVER_HANGS, a
 // Restore of SLOW_DRIVER_HANGS_LATER once there is a file SLOW_DRIVER_GATE,
-// or a GetState of SLOW_DRIVER_MUTE, never returns. The first SLOW_DRIVER_REFUSES Restores and
+// or a GetState of SLOW_DRIVER_MUTE, never returns; each other GetState takes SLOW_DRIVER_STATE_MS. The first
+// SLOW_DRIVER_REFUSES Restores and
 // SLOW_DRIVER_REFUSES_UNLOCKS Unlocks fail. Until there is a file SLOW_DRIVER_GATE, the third Restore does not return, and
 // each of pid SLOW_DRIVER_REFUSES_PID fails. The first Unlock of SLOW_DRIVER_RELAPSES fails, for that is checkpointed again;
 // with SLOW_DRIVER_RELAPSE_MS so does the second, and the Restore between them takes so long.
@@ -104,6 +105,7 @@ int cuCheckpointProcessGetState(int pid, int* state) {
         make_mark();
         std::this_thread::sleep_for(std::chrono::hours(1));
     }
+    take("SLOW_DRIVER_STATE_MS");
     const std::lock_guard<std::mutex> lock(states);
     *state = moved.contains(pid) ? moved[pid] : number("SLOW_DRIVER_STATE");
     return is_ready ? 0 : 3; // CUDA_ERROR_NOT_INITIALIZED

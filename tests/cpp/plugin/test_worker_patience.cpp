@@ -15,6 +15,7 @@
 #include <atomic>
 #include <chrono>
 #include <csignal>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -91,6 +92,24 @@ void what_may_wait_behind_memory_that_moves_is_not_given_up() {
     rig.worker->stop();
 }
 
+// However long the storage stands still: what is asked meanwhile waits in such a driver behind it. Once the memory is held no
+// more, it has its own time.
+void a_quick_call_behind_memory_that_stands_still_is_not_given_up() {
+    const Bystander task;
+    const Variable mute("SLOW_DRIVER_MUTE", std::to_string(task.pid()));
+    const Variable late("SLOW_DRIVER_STATE_MS", "22000"); // longer than a quick call may take
+    Rig rig(OnOrphaned::undo);
+    TaskRecord& record = rig.table.add(task.pid());
+    record.start_time = proc::start_time(task.pid());
+    rig.config.driver_timeout_ms = 500;
+    rig.worker->begin_restore_direct(record, {}, 0); // asks for its state, and stands still there
+    record.direct.held = true;
+    CHECK(rig.worker->state(9) == ProcessState::running);
+    record.direct.held = false;
+    CHECK_THROWS(Errc::io, rig.worker->state(9));
+    rig.worker->stop();
+}
+
 // As by the freezer of their control group: neither of both had the time.
 void nothing_is_given_up_because_all_were_stopped() {
     const Variable slow("SLOW_DRIVER_CHECKPOINT_MS", "3000");
@@ -122,5 +141,6 @@ int main() {
     CHECK(::prctl(PR_SET_CHILD_SUBREAPER, 1) == 0);
     who_waits_to_be_handed_memory_is_not_killed_when_the_one_before_has_ended();
     what_may_wait_behind_memory_that_moves_is_not_given_up();
+    a_quick_call_behind_memory_that_stands_still_is_not_given_up();
     nothing_is_given_up_because_all_were_stopped();
 }
