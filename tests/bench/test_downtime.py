@@ -109,10 +109,10 @@ def test_shapes_are_measured(part: Downtime) -> None:
             hold_ratios(shape, name)
         assert shape["ratios"][STOCK]["downtime_seconds"]["mean"] == 1.0
     # stock's driver works in one task after the other, and in all GPUs of one at once
-    down = 4 * MIB / rates[STOCK].down * 256
+    down, up = (4 * MIB / rate * 256 for rate in (rates[STOCK].down, rates[STOCK].up))
     stock = {key: each["contenders"][STOCK]["driver_seconds"] for key, each in found.items()}
     assert stock[1, 2] > 2 * (down - CREDIT_S)
-    assert down - CREDIT_S < stock[2, 1] < 2 * (down - CREDIT_S)
+    assert down - CREDIT_S < stock[2, 1] < 2 * (down + up - 2 * CREDIT_S)
     report = made_report(part.found)
     assert len(report["downtime"]["model"]) == 3 * len(rates)
     text = downtime_text(report)
@@ -339,16 +339,16 @@ def end_orphans() -> None:
 def test_programs_beside_a_drain_say_what_they_have_left_it(
     part: Downtime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(beside, "_NEIGHBOUR_S", 1.5)
-    monkeypatch.setattr(beside, "_DRAIN_SHARE", 4)  # a machine may need long to start a program
+    monkeypatch.setattr(beside, "_NEIGHBOUR_S", 4.0)
+    monkeypatch.setattr(beside, "_DRAIN_SHARE", 2)  # a machine may need long to start a program
     part.pairs = 2
-    content = make_content("random", 8 * MIB, 7, tmp_path / "content", None)
+    content = make_content("random", 12 * MIB, 7, tmp_path / "content", None)  # noise alone
     part.begin()
     part.measure_neighbours(content)
     (found,) = part.found["neighbours"]
-    assert found["ratio"]["pairs"] == 2 and found["window_seconds"] == 1.5
+    assert found["ratio"]["pairs"] == 2 and found["window_seconds"] == 4.0
     limit = found["rate_limit_bytes"]
-    assert limit == int(content.gpu_bytes / (4 * 1.5))
+    assert limit == int(content.gpu_bytes / (2 * 4.0))
     assert 0 < found["window_bytes_per_second"] <= limit * 1.1
     assert 0 < found["window_cpu_seconds"] <= found["drain_cpu_seconds"] < found["drain_seconds"]
     assert f"{found['window_cpu_seconds']:.2f} s of a processor" in downtime_text(

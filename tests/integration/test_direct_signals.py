@@ -62,7 +62,7 @@ def test_a_task_that_is_stopped_in_the_driver_s_call_loses_nothing(slow_rig: Rig
     """Its restore thread takes the signal, and the call returns only when the task is let go: the
     memory is the worker's then, which must live."""
     rig = slow_rig
-    rig.emulator.add_fault("checkpoint", "delay", delay_ms=3000)
+    rig.emulator.add_fault("checkpoint", "delay", delay_ms=8000)
     with rig.job(mib=32) as job:
         images = rig.images()
         log = log_path(images, "dump")
@@ -86,7 +86,7 @@ def test_a_task_that_is_stopped_in_the_driver_s_restore_loses_nothing(slow_rig: 
     """criu does not wait for it, and lets the tree go; the worker, which is handed the memory when
     the task is let go, puts it back."""
     rig = slow_rig
-    rig.emulator.add_fault("restore", "delay", delay_ms=3000)
+    rig.emulator.add_fault("restore", "delay", delay_ms=8000)
     with rig.job(mib=32) as job:
         images = rig.images()
         log = log_path(images, "dump")

@@ -101,7 +101,7 @@ def test_a_job_that_is_being_dumped_is_not_recovered(
     monkeypatch.setenv("GPUSTASIS_EMULATOR", newest_rig.environ["GPUSTASIS_EMULATOR"])
     driver = driver_of(newest_rig.environ)
     with newest_rig.job(mib=4, children=1) as job:
-        newest_rig.emulator.add_fault("lock", "delay", delay_ms=4000, pid=job.pids[1])
+        newest_rig.emulator.add_fault("lock", "delay", delay_ms=10000, pid=job.pids[1])
         images = newest_rig.images()
         words = newest_rig.dump_words(job, images, ["--leave-running"])
         criu = newest_rig.start(words, {"lock_timeout_ms": 60000})
@@ -186,7 +186,7 @@ def test_what_an_earlier_dump_found_locked_is_unlocked_if_a_later_one_has_locked
                     time.sleep(0.01)
                 driver.restore(job.pid)
                 driver.unlock(job.pid)
-        time.sleep(7)  # the lock is over by then
+        time.sleep(12)  # the lock is over by then
         if driver.get_state(job.pid) is ProcessState.RUNNING:
             driver.lock(job.pid, 5000)  # the job was busy, and nobody waited for that one any more
         assert recover(job.pid, None, driver).outcome is Outcome.UNLOCKED

@@ -33,7 +33,7 @@ def _measure(course: Course, target: Target, medium: Medium, pairs: int) -> dict
         name = contender.name
         dumped, gap = course.leave_running(target, wanted, medium, contender)
         downtime[name].append(gap)
-        driver[name].append(dumped.driver_seconds)
+        driver[name].append(dumped.standing_driver_seconds)
         hooks[name].append(hook_seconds(dumped.record))
         course.say(f"left running, {medium.name}, {name}: the job stood still {gap:.3f} s")
     return {

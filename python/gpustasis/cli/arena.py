@@ -59,7 +59,8 @@ def create(arena: Path, size: int) -> None:
 @_arena_option
 def list_arena(arena: Path) -> None:
     """List what lies in the arena: checkpoints that are not drained (local), and durable ones that
-    others there need. Unknown: the checkpoint is not at its image directory any more.
+    others there need. Unknown: the checkpoint is not at its image directory any more: find that
+    before you discard anything (see `arena discard`).
 
     Exits 10 if it cannot be told of a directory there whose it is; that is listed with the reason.
     """
@@ -113,7 +114,11 @@ def list_arena(arena: Path) -> None:
 )
 def clean(arena: Path, empties: bool) -> None:
     """Take back the memory of what nobody needs: of dumps that were broken off, and of checkpoints
-    whose drain was killed at its end. It goes into the pool, as far as `arena_pool` allows."""
+    whose drain was killed at its end.
+
+    It goes into the pool, as far as the key `arena_pool` allows, with the value that was set when
+    the checkpoint was dumped.
+    """
     contents_of(arena)
     freed = recycle(arena)
     pool_bytes = empty_pool(arena) if empties else 0
@@ -133,7 +138,10 @@ def discard(images: Path, arena: Path) -> None:
     """Give up the checkpoint in IMAGES, which is only in memory: it cannot be restored any more.
 
     Where IMAGES is gone, name its directory in the arena, or the ID that `gpustasis arena list`
-    shows.
+    shows. If the list says unknown, IMAGES was renamed or removed, or is on a disk that is not
+    mounted: look for it first (find / -xdev -name gpustasis-arena). If it was renamed, run
+    `gpustasis drain` with the new name. Discard by ID only if it is gone for good: the memory is
+    the only copy.
     """
     stored = discard_checkpoint(images, arena)
     output.answer(

@@ -236,9 +236,9 @@ def dump_options(function: Decorated) -> Decorated:
             click.option(
                 "--tier",
                 type=click.Choice(["disk", "ram"]),
-                help="ram: our images go into memory first, and to the disk by `gpustasis drain`; "
-                "an error for a stream.  "
-                "[default: as configured, else disk]",
+                help="ram: the memory that gpustasis stores goes into the arena first, and to the "
+                "disk by `gpustasis drain`; CRIU's own images go to the image directory. An error "
+                "for a stream (-o, `migrate`).  [default: as configured, else disk]",
             ),
             click.option(
                 "--layout",

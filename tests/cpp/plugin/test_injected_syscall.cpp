@@ -206,7 +206,7 @@ pid_t start_deaf(int ask, unsigned ms) {
 }
 
 void a_thread_that_does_not_stop_is_not_waited_for_without_end() {
-    constexpr unsigned kDeafMs = 2000;
+    constexpr unsigned kDeafMs = 8000;
     int ask[2];
     CHECK(::pipe(ask) == 0);
     const pid_t pid = start_deaf(ask[0], kDeafMs);

@@ -33,7 +33,8 @@ using sample::Slow;
 
 namespace {
 
-constexpr int kDeathMs = 2'000; // what is to be killed is dead by then
+constexpr int kDeathMs = 20'000; // what is to be killed is dead by then
+constexpr int kLifeMs = 500;     // and what is not lives on for so long
 bool slow_signals = false;
 
 } // namespace
@@ -49,7 +50,7 @@ extern "C" long syscall(long number, ...) {
     const long e = va_arg(arguments, long);
     va_end(arguments);
     if (slow_signals && number == SYS_pidfd_send_signal)
-        ::usleep(400'000);
+        ::usleep(4'000'000);
     register long r10 asm("r10") = d;
     register long r8 asm("r8") = e;
     long result = number;
@@ -113,13 +114,13 @@ void an_orphaned_worker_kills_what_the_restore_made() {
 void a_task_that_has_got_the_pid_of_a_restored_one_is_left_alone() {
     const Bystander task;
     orphan_a_restore({task.pid(), proc::start_time(task.pid()) - 1}, false);
-    CHECK(!task.dies_within(kDeathMs / 4));
+    CHECK(!task.dies_within(kLifeMs));
 }
 
 void a_complete_tree_is_left_alone() {
     const Bystander task;
     orphan_a_restore({task.pid(), proc::start_time(task.pid())}, true);
-    CHECK(!task.dies_within(kDeathMs / 4));
+    CHECK(!task.dies_within(kLifeMs));
 }
 
 // The driver's answer comes between the deadline and the signal: the worker must not take the process
@@ -129,15 +130,15 @@ void a_worker_that_is_being_killed_does_nothing_on_its_own() {
     Rig rig(OnOrphaned::kill);
     rig.table->kills[0] = {task.pid(), proc::start_time(task.pid())};
     rig.table->kill_count = 1;
-    rig.config.driver_timeout_ms = 100;
-    ::setenv("SLOW_DRIVER_CHECKPOINT_MS", "200", 1);
+    rig.config.driver_timeout_ms = 500;
+    ::setenv("SLOW_DRIVER_CHECKPOINT_MS", "2000", 1);
     CHECK(rig.worker->api_version() == 13000); // it has begun, with swift signals of its own
     slow_signals = true;
     CHECK_THROWS(Errc::io, rig.worker->checkpoint(::getpid()));
     slow_signals = false;
     ::unsetenv("SLOW_DRIVER_CHECKPOINT_MS");
     rig.worker->stop();
-    CHECK(!task.dies_within(kDeathMs / 4));
+    CHECK(!task.dies_within(kLifeMs));
 }
 
 // The worker waits for the driver when criu dies, and does not wait for it any longer.
@@ -214,8 +215,8 @@ void quick_calls_wait_for_an_initialize_that_is_under_way() {
 // Contexts and page-locked memory are made behind cuInit, and have as much time.
 void an_initialize_with_gpus_has_twice_the_time() {
     Rig rig(OnOrphaned::kill);
-    rig.config.driver_timeout_ms = 2'000;
-    ::setenv("SLOW_DRIVER_INIT_MS", "3000", 1);
+    rig.config.driver_timeout_ms = 6'000;
+    ::setenv("SLOW_DRIVER_INIT_MS", "9000", 1);
     rig.worker->begin_initialize({sample::id_of(1)}, 1); // which this driver does not have
     rig.worker->initialize();
     rig.worker->stop();
