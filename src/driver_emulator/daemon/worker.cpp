@@ -16,6 +16,7 @@
 #include <set>
 #include <sys/mman.h>
 #include <sys/syscall.h>
+#include <system_error>
 #include <thread>
 #include <unistd.h>
 #include <utility>
@@ -181,12 +182,18 @@ void Worker::release_memory() {
     signal(SIGBUS, [](int) { _exit(0); }); // a kernel that still runs ends with its memory
     std::vector<std::jthread> others;
     for (const Window& window : windows_) {
-        if (window.size != 0) {
-            others.emplace_back([&window] {
-                if (ftruncate(window.memory.get(), 0) != 0) {
-                    _exit(1);
-                }
-            });
+        if (window.size == 0) {
+            continue;
+        }
+        const auto release = [&window] {
+            if (ftruncate(window.memory.get(), 0) != 0) {
+                _exit(1);
+            }
+        };
+        try {
+            others.emplace_back(release);
+        } catch (const std::system_error&) { // the client's user may have no more threads
+            release();
         }
     }
     others.clear();
