@@ -4,6 +4,7 @@
 #include "core/arena.hpp"
 #include "core/error.hpp"
 #include "core/file.hpp"
+#include "core/image_metadata.hpp"
 #include "core/unique_fd.hpp"
 #include "cuda_plugin/memory_directory.hpp"
 #include "cuda_plugin/sealed_key.hpp"
@@ -152,17 +153,37 @@ std::string linked_to(int dir) {
     return {text, static_cast<std::size_t>(std::max<ssize_t>(size, 0))};
 }
 
-/// Whether the checkpoint in `child`, a directory of an arena, is built on what is, or was, in `image_dir`.
-bool is_built_on(int child, int image_dir) {
-    const std::string link = linked_to(child);
-    if (link.empty() || link.starts_with('/')) // out of the arena, to a disk that may not answer
-        return link == directory_path(image_dir);
-    const UniqueFd parent = open_directory(child, link.c_str());
-    if (!parent || !is_local(parent.get()))
-        return false;
-    const struct stat own = status_of(image_dir);
-    const ArenaOwner owner = read_owner(parent.get());
-    return owner.device == own.st_dev && owner.inode == own.st_ino;
+/// Whether that is the image directory which is open as `dir`. Its disk may have had another number before it was mounted
+/// again.
+bool is_images_of(int dir, const ArenaOwner& owner) {
+    const struct stat own = status_of(dir);
+    return owner.inode == own.st_ino &&
+           (owner.device == own.st_dev || owner.images == directory_path(dir));
+}
+
+/// Whether the checkpoint in `child`, a directory of an arena, is built on the checkpoint `id`, which is in `image_dir`,
+/// itself or by what it is built on there.
+bool is_built_on(int child, int image_dir, const Id& id) {
+    UniqueFd parent;
+    int dir = child;
+    for (std::uint32_t depth = 0; depth < format::kMaxDepth; ++depth) {
+        const std::string link = linked_to(dir);
+        // Out of the arena, to a disk that may not answer. What has no manifest yet is under way.
+        if (link.starts_with('/'))
+            return link == directory_path(image_dir) &&
+                   (!exists(dir, kManifestName) || read_manifest(dir).parent_id == id);
+        if (link.empty())
+            return false;
+        parent = open_directory(dir, link.c_str());
+        if (!parent || !is_local(parent.get()))
+            return false;
+        dir = parent.get();
+        // Another directory may have the number of one that was removed: what is there says whether it is that.
+        if (const ArenaOwner owner = read_owner(dir);
+            owner.checkpoint_id == id && is_images_of(image_dir, owner))
+            return true;
+    }
+    return false;
 }
 
 /// Whether nobody can want what is in `dir`, of an arena: it is over, or of a dump that was broken off.
@@ -275,14 +296,9 @@ void refuse_circle(const Config& config, int image_dir) {
                                 : open_directory(image_dir, config.parent.c_str());
     if (!parent) // which choose_parent() tells
         return;
-    const struct stat own = status_of(image_dir);
     const auto replaces = [&](int dir) {
-        if (is_same(dir, image_dir))
-            return true;
-        if (!is_local(dir))
-            return false;
-        const ArenaOwner owner = read_owner(dir);
-        return owner.device == own.st_dev && owner.inode == own.st_ino;
+        return is_same(dir, image_dir) ||
+               (is_local(dir) && is_images_of(image_dir, read_owner(dir)));
     };
     const auto refuse = [&](const std::string& path, const std::string& which) {
         throw Error(Errc::bad_argument, "the parent " + path + " is built on what is in " + which +
@@ -304,26 +320,38 @@ void refuse_circle(const Config& config, int image_dir) {
 }
 
 void refuse_needed_by_local(const Config& config, int image_dir) {
-    const UniqueFd arena(
-        ::open(config.arena.path.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC));
-    if (!arena) // there is none, or none that is seen
+    Id here;
+    try {
+        here = read_manifest(image_dir).checkpoint_id;
+    } catch (const Error&) { // nothing is there that another could need
         return;
+    }
+    const std::string& path = config.arena.path;
+    const UniqueFd arena(::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC));
+    try {
+        if (!arena)
+            return;
+        require_arena(arena.get(), path);
+    } catch (const Error&) { // no dump can have written there
+        return;
+    }
     for (const std::string& name : names_in(arena.get())) {
-        const UniqueFd child = open_directory(arena.get(), name.c_str());
+        const UniqueFd child(
+            ::openat(arena.get(), name.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC));
         std::string images;
         try {
-            if (!child || !is_built_on(child.get(), image_dir) || is_left(child.get()))
+            if (!child || !is_built_on(child.get(), image_dir, here) || is_left(child.get()))
                 continue;
             images = read_owner(child.get()).images;
         } catch (const Error&) { // it could not be drained anyway
             continue;
         }
-        const std::string path = directory_path(image_dir);
+        const std::string own = directory_path(image_dir);
         throw Error(Errc::unsupported,
                     "the checkpoint in " + images + " is only in memory yet, and built on what " +
-                        path + " holds: a dump into it would replace that: drain the other (" +
+                        own + " holds: a dump into it would replace that: drain the other (" +
                         "gpustasis drain " + images + "), give it up (gpustasis arena discard " +
-                        config.arena.path + "/" + name + "), or use another directory");
+                        path + "/" + name + "), or use another directory");
     }
 }
 

@@ -39,8 +39,9 @@ ParentChoice choose_parent(const Config& config, int image_dir, Lineage& lineage
 /// `config` names, or CRIU's link leads to, is built on that, or is that, whether it was drained or not.
 void refuse_circle(const Config& config, int image_dir);
 
-/// The same: throws Error: unsupported if a checkpoint in the arena that `config` names is not drained, and built on what
-/// is, or was before it was drained, in `image_dir`: it could never be drained. io if that arena cannot be read.
+/// The same: throws Error: unsupported if a checkpoint in the arena that `config` names is not drained, and built on the
+/// checkpoint in `image_dir`, which was drained there, or on one that is: it could never be drained. Where that arena
+/// cannot be opened, or is none, nothing is known to need it. io if its names cannot be read.
 void refuse_needed_by_local(const Config& config, int image_dir);
 
 } // namespace gpustasis

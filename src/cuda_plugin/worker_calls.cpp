@@ -215,8 +215,9 @@ Worker::Received Worker::receive(std::span<const Call> calls) {
         if (ready > 0)
             continue;
         // Also in a call that is not waited for now: a quick one may wait in the driver behind it.
-        const bool is_storing = std::ranges::any_of(under_way_, [&holds](const auto& one) {
-            return !one.second.reply && holds(one.second.direct);
+        const bool is_storing = std::ranges::any_of(under_way_, [&](const auto& one) {
+            const auto& [reply, direct] = one.second;
+            return !reply && holds(direct) && !is_dead(direct);
         });
         const Clock::time_point sign = last_sign();
         for (std::size_t i = 0; i < calls.size(); ++i) {

@@ -11,15 +11,23 @@ from pathlib import Path
 
 import pytest
 
-from campaigns.rig import Rig, small_disk, with_driver
+from campaigns.rig import Rig, small_disk, with_config, with_driver
 from campaigns.steady_job import SteadyJob
-from gpustasis._core import ImageReader, RegionKind, image_name
+from gpustasis._core import (
+    ImageReader,
+    RegionKind,
+    find_checkpoint_record,
+    find_drop_record,
+    image_name,
+)
+from gpustasis.criu.images import INVENTORY_NAME
 from gpustasis.criu.plugin import Setting
 from gpustasis.draining.drain import drain
 from gpustasis.emulator import api_version_of, library_directory
 from gpustasis.image.arena import Tier, stored_directory, tier_of
 from gpustasis.image.verification import verify_directory
 from support.arena import ram
+from support.broken_dumps import break_off, recover
 from support.cpu_memory import OURS, pages_bytes
 from support.direct_memory import DIRECT, DRIVER, MIB, tasks
 
@@ -135,6 +143,36 @@ def test_a_chain(direct_rig: Rig) -> None:
         last = dump(rig, job, parent=str(staged), parent_check="data")
         require_direct(last)
         come_back(rig, job, last)
+
+
+@pytest.mark.parametrize("tier", ["disk", "ram"])
+def test_images_that_a_job_needs_are_not_replaced(direct_rig: Rig, arena: Path, tier: str) -> None:
+    """By the dump of another job, while nobody is left who would put the memory back by himself."""
+    rig = direct_rig
+    with rig.job(mib=8) as job, rig.job(mib=4) as other:
+        images = rig.images()
+        in_memory = ram(arena) if tier == "ram" else {}
+        break_off(with_config(rig, {**DIRECT, **in_memory}), job, images)
+        rig.settle(images)
+        assert find_drop_record(job.pid) is None  # nothing was dropped
+        assert find_checkpoint_record(job.pid) is not None
+        (images / INVENTORY_NAME).unlink()  # as if criu had not come to its end
+        stored = stored_directory(images)
+        assert (stored == images) == (tier == "disk")
+        image = stored / image_name(job.pid)
+        before = image.read_bytes()
+        for config in (None, DIRECT, ram(arena)):
+            done = rig.dump(other, images, "--leave-running", config=config)
+            assert done.status != 0
+            words = f"{stored} holds memory that is missing in process {job.pid}"
+            assert words in done.log, done.errors
+            assert "locked pid" not in done.log
+            assert image.read_bytes() == before
+            other.run_on()
+        recover(rig, job.pid, "-D", images)
+        job.run_on()
+        assert rig.dump(other, images, "--leave-running").status == 0
+        other.run_on()
 
 
 def test_with_cpu_memory_of_the_same_tasks_and_packed(direct_rig: Rig) -> None:

@@ -13,10 +13,10 @@ from campaigns.steady_job import SteadyJob
 from gpustasis._core import ARENA_MARKER, ImageReader, image_name
 from gpustasis.criu.plugin import Setting
 from gpustasis.draining.drain import drain
-from gpustasis.draining.recycle import recycle
+from gpustasis.draining.recycle import look_into, recycle
 from gpustasis.image.arena import Tier, stored_directory, tier_of
 from gpustasis.image.verification import verify_directory
-from support.arena import dump, ram, restore
+from support.arena import dump, ram, restore, statistics
 from support.arena_by_hand import locked
 from support.cpu_memory import running
 from support.signatures import make_signer
@@ -94,6 +94,68 @@ def test_nor_what_one_in_memory_is_built_on(newest_rig: Rig, arena: Path, tier: 
         assert not verify_directory(second).problems
         done = rig.dump(job, first, "--leave-running", config=config)
         assert done.status == 0, done.errors  # as ever: what is on the disk is its owner's to keep
+
+
+def test_nor_what_one_in_memory_is_built_on_through_another(newest_rig: Rig, arena: Path) -> None:
+    rig = newest_rig
+    with rig.job(mib=8) as job:
+        chain: list[Path] = []
+        for _ in range(3):
+            parent = {"parent": str(chain[-1])} if chain else {}
+            chain.append(dump(rig, job, "--leave-running", **ram(arena, **parent)))
+            job.run_on()
+        first, second, third = chain
+        drain(first)
+        drain(second)
+        done = rig.dump(job, first, "--leave-running", config=ram(arena))
+        words = f"the checkpoint in {third} is only in memory yet, and built on what {first} holds"
+        assert done.status != 0 and words in done.errors, done.errors
+        job.run_on()
+        drain(third)
+        assert not verify_directory(third).problems
+
+
+@pytest.mark.parametrize("first_tier", ["ram", "disk"])
+def test_a_directory_that_was_emptied_takes_a_dump(
+    newest_rig: Rig, arena: Path, first_tier: str
+) -> None:
+    """What one in memory is built on was there, and is gone: nothing can be replaced. So it is with
+    a new directory that has the number of the old one."""
+    rig = newest_rig
+    with rig.job(mib=8) as job:
+        first = dump(rig, job, "--leave-running", **(ram(arena) | {"tier": first_tier}))
+        job.run_on()
+        dump(rig, job, "--leave-running", **ram(arena, parent=str(first)))
+        job.run_on()
+        if first_tier == "ram":
+            drain(first)
+        for path in first.iterdir():
+            path.unlink()
+        for _ in range(2):  # then a dump is there, and no other needs that one
+            done = rig.dump(job, first, "--leave-running", config=ram(arena) | {"tier": "disk"})
+            assert done.status == 0, done.errors
+            job.run_on()
+
+
+def test_one_in_another_arena_is_no_parent(newest_rig: Rig, arena: Path) -> None:
+    """What is built on it would not keep it there."""
+    rig, other = newest_rig, arena.with_name("other")
+    with rig.job(mib=8) as job:
+        first = dump(rig, job, "--leave-running", **ram(arena))
+        job.run_on()
+        images = rig.images()
+        config = ram(other, parent=str(first))
+        done = rig.dump(job, images, "--leave-running", config=config)
+        words = f"the parent {stored_directory(first)} is in another arena: drain it first"
+        assert done.status != 0 and words in done.log, done.errors
+        job.run_on()
+        rig.settle(images)
+        assert look_into(other).kept == []
+        assert not (images / ARENA_MARKER).exists()
+        drain(first)
+        second = dump(rig, job, "--leave-running", **config)
+        assert statistics(second)["tasks"][0]["ref"]["chunks"] > 0
+        job.run_on()
 
 
 def test_what_cannot_be_told_is_not_taken_for_lost(newest_rig: Rig, arena: Path) -> None:

@@ -5,19 +5,23 @@ the arena")."""
 from __future__ import annotations
 
 import re
+import time
 from pathlib import Path
 
 import pytest
 
-from campaigns.rig import Rig, Run, small_filesystem, with_driver
+from campaigns.rig import Programs, Rig, Run, log_path, small_filesystem, with_driver
 from campaigns.steady_job import SteadyJob
 from gpustasis._core import ARENA_MARKER
+from gpustasis.criu.find import Criu
 from gpustasis.draining.recycle import look_into
+from gpustasis.driver import ProcessState
 from support.arena import dump, ram
-from support.direct_memory import DRIVER
-from support.memory_limit import inside, limited_cgroup
+from support.direct_memory import DRIVER, await_state, slow_copies
+from support.memory_limit import inside, limited_cgroup, set_limit
 
 MIB = 1 << 20
+PART = "*/.gpustasis-*.part"  # an image that is being written
 KEPT_FREE = 64 * MIB  # of the memory of the host and of each cgroup
 
 
@@ -88,3 +92,32 @@ def test_what_is_not_known_counts_as_a_whole_gpu_where_there_is_no_way_back(
         config = ram(arena, arena_limit=128 * MIB, gpu_memory="direct")
         done = rig.dump(job, images, "--leave-running", config=config)
         assert require_refused(rig, job, images, done, arena) == 128
+
+
+def test_memory_becomes_short_while_what_was_reserved_is_written(
+    newest_criu: Criu, programs: Programs, arena: Path, tmp_path: Path
+) -> None:
+    """Looked at after each 256 MiB; beside these the worker has 72, and 64 are to stay free."""
+    with (
+        slow_copies(newest_criu, programs, tmp_path, 512 * MIB) as rig,
+        rig.job(mib=384) as job,  # a quarter of it is zero, and not written
+        limited_cgroup(2048 * MIB) as cgroup,
+    ):
+        rig.emulator.set("direct_h2d_ms_per_gib", "0")
+        images = rig.images()
+        words = inside(cgroup, rig.dump_words(job, images, ["--leave-running"]))
+        criu = rig.start(words, ram(arena, gpu_memory="direct"))
+        await_state(rig, job.pid, ProcessState.CHECKPOINTING)
+        assert list(arena.glob(PART))
+        set_limit(cgroup, 420 * MIB)
+        deadline = time.monotonic() + 60
+        while list(arena.glob(PART)):
+            assert time.monotonic() < deadline, "an image stays unfinished"
+            time.sleep(0.01)
+        set_limit(cgroup, 2048 * MIB)  # what it keeps, and what it puts back, counts there too
+        rig.emulator.set("direct_d2h_ms_per_gib", "0")
+        assert criu.wait(60) != 0
+        log = log_path(images, "dump").read_text()
+        assert "memory has to last for the job, and not so much is left of it as was" in log
+        assert f"brought back pid {job.pid}" in log
+        require_nothing_left(rig, job, images, arena)

@@ -141,6 +141,22 @@ def test_without_the_neighbour_an_epoch_is_aborted_before_anything_is_touched(
     assert not any(job.images(rank, 1).exists() for rank in range(WORLD))
 
 
+def test_one_that_is_committed_on_the_disk_is_in_no_arena(job: PeerJob, tmp_path: Path) -> None:
+    """Whatever the host's configuration says."""
+    with (tmp_path / "config.toml").open("a") as file:
+        file.write('tier = "ram"\n')
+    for rank in range(WORLD):
+        job.start(rank)
+    job.wait(lambda: all(job.steps(rank) for rank in range(WORLD)))
+    job.checkpoint("--leave-running")
+    assert job.is_durable(1)
+    assert not any(one["peer"] for one in job.records(1))
+    assert not job.arena.exists()
+    job.run_on()
+    verified = job.job("verify")
+    assert verified.returncode == 0, verified.stdout + verified.stderr
+
+
 @contextmanager
 def held_at(copies: Copies, rank: int, happens: Callable[[], object]) -> Iterator[None]:
     """In the block this happens once a copy of that rank's dump is about to come."""

@@ -8,6 +8,7 @@ import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from gpustasis.errors import ImageError, PeerError
 from gpustasis.files import open_regular
 from gpustasis.image.directory import try_exclude
 from gpustasis.image.store import is_trash
+from gpustasis.image.verification import verify_directory
 from gpustasis.peers import copies
 from gpustasis.peers.copies import NOTE, Copies
 from gpustasis.peers.copying import copy, discard, drop_older, list_copies
@@ -119,6 +121,45 @@ def test_what_is_discarded_while_it_is_sent_is_not_kept(
     assert os.listdir(keeper.directory) == []
     assert copy(tmp_path / "one", nodes.sender).key == key  # it is not refused for ever
     assert names(keeper) == ["one"]
+
+
+def test_what_one_that_is_sent_is_built_on_stays_until_it_is_there(
+    nodes: Nodes, keeper: Copies, tmp_path: Path, arena: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored = make_local(tmp_path / "old", arena)
+    newer = make_local(tmp_path / "new", arena, ("N", "b"))
+    for taken, one in enumerate((stored, newer)):
+        os.utime(one / "gpustasis-manifest.img", (1000 + taken, 1000 + taken))
+    old, new = (copy(tmp_path / name, nodes.sender, replaces=False).key for name in ("old", "new"))
+    make_local(tmp_path / "child", arena, ("A", "C"), parent=stored)
+    assert nodes.sender.peer is not None
+    checks, goes_on = threading.Event(), threading.Event()
+    right = copies.require_right
+
+    def slow(*words: Any) -> None:
+        checks.set()
+        assert goes_on.wait(30)
+        right(*words)
+
+    monkeypatch.setattr(copies, "require_right", slow)
+    with ThreadPoolExecutor() as pool:
+        sending = pool.submit(copy, tmp_path / "child", nodes.sender, replaces=False)
+        try:
+            assert checks.wait(30)
+            with pytest.raises(PeerError, match=f"somebody is reading the copy {old}"):
+                discard(nodes.sender.peer, nodes.sender, old)
+            drop_older(nodes.sender.peer, nodes.sender, new)
+            assert names(keeper) == ["old", "new"]
+        finally:
+            goes_on.set()
+        child = sending.result()
+    assert child.copies == 1
+    assert not verify_directory(keeper.directory / child.key).problems
+    with pytest.raises(PeerError, match=f"the copy {child.key} is built on {old}"):
+        discard(nodes.sender.peer, nodes.sender, old)
+    discard(nodes.sender.peer, nodes.sender, child.key)
+    drop_older(nodes.sender.peer, nodes.sender, new)
+    assert names(keeper) == ["new"]
 
 
 @pytest.mark.parametrize("link", ["right", "elsewhere", "a file"])

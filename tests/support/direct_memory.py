@@ -37,13 +37,15 @@ def tasks(images: Path, stage: str = "dump") -> list[dict[str, Any]]:
 
 
 @contextmanager
-def slow_copies(criu: Criu, programs: Programs, scratch: Path) -> Iterator[Rig]:
-    """Two GPUs whose memory is copied slowly, both ways; each dump is direct."""
+def slow_copies(
+    criu: Criu, programs: Programs, scratch: Path, memory: int = 256 * MIB
+) -> Iterator[Rig]:
+    """Two GPUs, of that memory, which is copied slowly, both ways; each dump is direct."""
     emulator = Emulator(path=scratch / "emulator" / "socket")
     emulator.start(
         Options(
             gpus=2,
-            memory_bytes=256 * MIB,
+            memory_bytes=memory,
             driver=DRIVER,
             rates=RATES_OFF,
             direct_rates=(_SLOW, _SLOW),

@@ -8,6 +8,7 @@
 
 #include <unistd.h>
 
+#include <atomic>
 #include <optional>
 #include <string>
 
@@ -69,7 +70,8 @@ bool has(const std::string& text, const char* words) {
 // Whoever looks at any moment is told that the memory is not whole, or that it is.
 void a_process_is_recorded_as_filling_until_every_byte_is_there() {
     Stored rig;
-    int restores = 0, copies = 0, completes = 0;
+    int restores = 0, completes = 0;
+    std::atomic<int> copies = 0; // by several threads
     const auto filled = [&] {
         const auto record = rig.filling();
         CHECK(record && record->checkpoint_id == rig.record.checkpoint_id);
