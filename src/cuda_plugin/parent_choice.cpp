@@ -192,6 +192,15 @@ bool is_left(int dir) {
            (!exists(dir, kManifestName) && ::flock(dir, LOCK_EX | LOCK_NB) == 0);
 }
 
+[[noreturn]] void refuse_needed(const std::string& child, const std::string& images,
+                                const std::string& in_arena) {
+    throw Error(Errc::unsupported,
+                "the checkpoint in " + child + " is only in memory yet, and built on what " +
+                    images + " holds: a dump into it would replace that: drain the other (" +
+                    "gpustasis drain " + child + "), give it up (gpustasis arena discard " +
+                    in_arena + "), or use another directory");
+}
+
 void remove_link(int dir) {
     if (::unlinkat(dir, kParentLink, 0) != 0 && errno != ENOENT)
         throw io_error(std::string("cannot remove the old ") + kParentLink, errno);
@@ -346,12 +355,7 @@ void refuse_needed_by_local(const Config& config, int image_dir) {
         } catch (const Error&) { // it could not be drained anyway
             continue;
         }
-        const std::string own = directory_path(image_dir);
-        throw Error(Errc::unsupported,
-                    "the checkpoint in " + images + " is only in memory yet, and built on what " +
-                        own + " holds: a dump into it would replace that: drain the other (" +
-                        "gpustasis drain " + images + "), give it up (gpustasis arena discard " +
-                        path + "/" + name + "), or use another directory");
+        refuse_needed(images, directory_path(image_dir), directory_path(child.get()));
     }
 }
 
