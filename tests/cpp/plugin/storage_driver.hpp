@@ -18,7 +18,9 @@
 #include <cstring>
 #include <functional>
 #include <map>
+#include <memory>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 namespace storage_driver {
@@ -81,7 +83,8 @@ struct State {
 
     std::mutex mutex;
     int in_flight = 0;
-    std::map<int, std::array<sample::Buffer, kGpus>> memory; ///< by pid
+    std::map<const Handle*, std::unique_ptr<Handle>> handles; ///< of those
+    std::map<int, std::array<sample::Buffer, kGpus>> memory;  ///< by pid
     std::map<int, int> states;
     std::array<OneStream, 256> made;
     std::array<void*, 256> blocks{};
@@ -143,7 +146,9 @@ inline void have(int pid, std::array<sample::Buffer, kGpus> memory) {
 
 inline driver::Result hand_over(int pid, driver::StorageInfo** info, bool restores) {
     const std::lock_guard lock(state.mutex);
-    auto* handle = new Handle;
+    auto owned = std::make_unique<Handle>();
+    Handle* const handle = owned.get();
+    state.handles[handle] = std::move(owned);
     handle->pid = pid;
     handle->restores = restores;
     handle->info.handle = handle;
@@ -340,7 +345,7 @@ STORAGE_DRIVER_API cuCheckpointOperationComplete(void* of) {
     state.states[handle->pid] = static_cast<int>(
         handle->restores ? gpustasis::ProcessState::locked : gpustasis::ProcessState::checkpointed);
     --state.in_flight;
-    delete handle;
+    state.handles.erase(handle);
     return 0;
 }
 

@@ -97,7 +97,7 @@ void what_may_wait_behind_memory_that_moves_is_not_given_up() {
 void a_quick_call_behind_memory_that_stands_still_is_not_given_up() {
     const Bystander task;
     const Variable mute("SLOW_DRIVER_MUTE", std::to_string(task.pid()));
-    const Variable late("SLOW_DRIVER_STATE_MS", "22000"); // longer than a quick call may take
+    const Variable late("SLOW_DRIVER_STATE_MS", "32000"); // longer than a quick call may take
     Rig rig(OnOrphaned::undo);
     TaskRecord& record = rig.table.add(task.pid());
     record.start_time = proc::start_time(task.pid());
