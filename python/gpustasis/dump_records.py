@@ -18,6 +18,8 @@ from gpustasis._core import (
     find_filling_record,
     give_signals_back,
     is_drop_over,
+    list_checkpoint_records,
+    list_drop_records,
     remove_checkpoint_record,
 )
 from gpustasis.errors import CheckpointError
@@ -79,6 +81,40 @@ def find_dropped(pid: int) -> DropRecord | None:
         raise CheckpointError(
             f"cannot read whether memory of process {pid} is missing: {exc}"
         ) from exc
+
+
+def find_missing(pid: int) -> DropRecord | None:
+    """That memory of the process may be in a dump alone: it was dropped, or handed over by the
+    driver, and was not put back since. Raises CheckpointError if that cannot be told."""
+    dropped = find_dropped(pid)
+    if dropped is not None:
+        return dropped
+    begun = find_begun(pid)
+    return begun if begun is not None and begun.handed_over else None
+
+
+def list_missing() -> list[DropRecord]:
+    """The same of all processes that live. Raises OSError, ValueError."""
+    handed_over = [record for record in list_checkpoint_records() if record.handed_over]
+    dropped = list_drop_records()
+    return dropped + [one for one in handed_over if one.pid not in {each.pid for each in dropped}]
+
+
+def why_needed(images: Path) -> str:
+    """Whose memory may be in the dump in `images` alone: who removes that ends the process. Empty:
+    nobody's. Raises CheckpointError if it cannot be told."""
+    try:
+        needs = next((one for one in list_missing() if is_directory_of(one, images)), None)
+    except (OSError, ValueError) as exc:
+        raise CheckpointError(
+            f"it cannot be told whose memory is in {images} alone: {exc}"
+        ) from exc
+    if needs is None:
+        return ""
+    return (
+        f"it holds memory that is missing in process {needs.pid}, which `gpustasis recover "
+        f"{needs.pid}` puts back"
+    )
 
 
 def unblock_signals(pid: int, restore_thread: int) -> bool:

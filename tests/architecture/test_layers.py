@@ -75,7 +75,10 @@ PYTHON_ARROWS = {
     "peers": {"errors", "_core", "criu", "files", "image", "draining", "streaming"},
     "archive": {"errors", "_core", "image", "criu", "process", "files"},
     "sealing": {"errors", "_core", "image", "criu", "process", "files", "draining"},
-    "streaming": {"errors", "_core", "image", "criu", "files", "task", "recovery", "sealing"},
+    "streaming": {
+        *("errors", "_core", "image", "criu", "files", "task", "recovery", "sealing"),
+        "dump_records",
+    },
     "criu": {"errors", "process", "driver", "nvml", "files"},
     "runtimes": {"errors", "criu", "image", "archive", "_core", "task", "files", "process"},
     "files": set[str](),
@@ -92,6 +95,7 @@ PYTHON_ARROWS = {
         *("locked_file", "answering", "draining", "peers"),
     },
     "preemption": {
+        "dump_records",
         *("errors", "_core", "criu", "files", "image", "nvml", "process", "recovery", "task"),
         *("verifying", "intervals", "dump_time", "locked_file"),
     },
@@ -121,6 +125,7 @@ PYTHON_ARROWS = {
         ),
     },
     "diagnosis": {
+        "dump_records",
         *("errors", "process", "driver", "nvml", "criu", "emulator", "install", "task", "text"),
         *("archive", "image", "_core", "policy", "nccl", "answering"),
     },

@@ -22,6 +22,7 @@ from gpustasis.criu.images import INVENTORY_NAME
 from gpustasis.criu.plugin import run_settings
 from gpustasis.draining.recycle import arena_of, give_up, look_into, recycle
 from gpustasis.draining.room import ARENA
+from gpustasis.dump_records import why_needed
 from gpustasis.errors import CheckpointError
 from gpustasis.image.arena import find_marker, is_images_of
 from gpustasis.image.directory import is_there
@@ -72,8 +73,10 @@ def is_broken_off(entry: Entry) -> bool:
 
 def why_not_given_up(directory: Path) -> str:
     """Give up what the dump into `directory` has in memory; why that cannot be done now: all is as
-    it was then. "": nothing of it is there."""
+    it was then. "": nothing of it is there, and no process lacks what is in `directory`."""
     try:
+        if why_not := why_needed(directory):
+            return why_not
         marker = find_marker(directory)
         if marker is None:
             return _why_unmarked(directory)

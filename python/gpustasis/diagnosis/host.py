@@ -13,13 +13,14 @@ from functools import partial
 from pathlib import Path
 
 from gpustasis import nvml, process
-from gpustasis._core import is_userfaultfd_setting_left, list_drop_records, openssl_version
+from gpustasis._core import is_userfaultfd_setting_left, openssl_version
 from gpustasis.answering import ANSWER_S, answer_within
 from gpustasis.criu import run
 from gpustasis.criu.find import Criu, choose, find_all
 from gpustasis.criu.plugin import PLUGIN_NAME, find_config, plugin_directory, read_config
 from gpustasis.diagnosis import Finding, note, ok, problem
 from gpustasis.driver import Device, Driver, list_devices_within
+from gpustasis.dump_records import list_missing
 from gpustasis.errors import CheckpointError, CriuError, DriverError, UnsupportedError
 from gpustasis.text import mib
 
@@ -342,7 +343,7 @@ def check_dropped_memory(setting: Path = _USERFAULTFD_SETTING) -> list[Finding]:
                 f"a dump into {record.directory} has taken it out and not put it back",
                 f"gpustasis recover {record.pid}",
             )
-            for record in list_drop_records()
+            for record in list_missing()
         ]
         left = is_userfaultfd_setting_left()
     except (OSError, ValueError) as exc:

@@ -24,6 +24,7 @@ from types import TracebackType
 from typing import Self
 
 from gpustasis.criu.images import PSTREE_NAME, prepare_directory, read_pstree
+from gpustasis.dump_records import why_needed
 from gpustasis.errors import CheckpointError, ImageError
 from gpustasis.files import changeable_by_others, replace_file, sync_directory
 from gpustasis.image.directory import is_file, try_exclude
@@ -243,7 +244,7 @@ class JobStore:
         """Remove what a failed dump has left, but for its log, unless it is whole, or in use:
         memory may still be put back from it. Whether it is gone.
 
-        Raises CheckpointError, OSError.
+        Raises CheckpointError, also if memory of a process is nowhere else; OSError.
         """
         entry = read_entry(directory)
         if not entry.incomplete or entry.unread:
@@ -254,6 +255,8 @@ class JobStore:
         if lock is None:
             return False
         with lock:
+            if why_not := why_needed(directory):
+                raise CheckpointError(why_not)
             with suppress(FileNotFoundError):
                 os.replace(directory / "dump.log", self.directory / FAILED_LOG_NAME)
             shutil.rmtree(directory)

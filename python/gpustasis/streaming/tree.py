@@ -13,9 +13,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from gpustasis._core import ImageReader, find_drop_record
+from gpustasis._core import ImageReader
 from gpustasis.criu.images import read_pstree
 from gpustasis.criu.statistics import find_statistics
+from gpustasis.dump_records import find_missing
 from gpustasis.errors import CheckpointError, ImageError, StreamError
 from gpustasis.image.arena import find_marker
 from gpustasis.recovery import GUARDIAN_COMM, WORKER_COMM
@@ -69,7 +70,7 @@ class Tree:
     def note_dropped(self) -> None:
         """Called while they stand: one whose memory is taken out of it, and put back, must live on
         as the root must. An end of one of the others is its own, for nobody was told to end it."""
-        self._needed |= {pid for pid in self._fds if _is_dropped(pid)}
+        self._needed |= {pid for pid in self._fds if _is_missing(pid)}
 
     def note_stored(self, images: Path) -> str:
         """The same of a dump that failed before they stood: those that it had to do with, and those
@@ -206,7 +207,7 @@ def _what_is_wrong(pid: int, images: Path) -> str:
         task = read_task(pid)
         killed = _is_being_killed(pid)
         frozen = _frozen_cgroup(pid)
-        is_dropped = find_drop_record(pid) is not None
+        is_missing = find_missing(pid) is not None
     except (CheckpointError, OSError, ValueError) as exc:
         return str(exc)
     if killed:
@@ -215,7 +216,7 @@ def _what_is_wrong(pid: int, images: Path) -> str:
         return f"process {pid} is frozen by its cgroup {frozen}"
     if task.tracer or task.state == "t":
         return f"process {pid} is still traced by process {task.tracer}"
-    if is_dropped:
+    if is_missing:
         return (
             f"memory of process {pid} is only in {images}: `gpustasis recover {pid} -D {images}` "
             "puts it back"
@@ -235,11 +236,11 @@ def _task(pid: int) -> Task | None:
         return None  # it has ended
 
 
-def _is_dropped(pid: int) -> bool:
+def _is_missing(pid: int) -> bool:
     """Also if that cannot be told."""
     try:
-        return find_drop_record(pid) is not None
-    except (OSError, ValueError):
+        return find_missing(pid) is not None
+    except CheckpointError:
         return True
 
 
