@@ -88,6 +88,20 @@ void await_deaths(const std::vector<pid_t>& tasks) {
     }
 }
 
+// The same. criu asks its script next, and whoever looks at them then must not take them for restored.
+void await_zombies(const std::vector<pid_t>& tasks) noexcept {
+    const auto until = std::chrono::steady_clock::now() + kTellDeaths;
+    for (const pid_t task : tasks) {
+        try {
+            const std::uint64_t start = proc::start_time(task);
+            while (proc::liveness(task, start) != proc::Liveness::dead &&
+                   std::chrono::steady_clock::now() < until)
+                std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        } catch (const std::exception&) { // NOLINT(bugprone-empty-catch): it has ended
+        }
+    }
+}
+
 } // namespace
 
 RestoreSession::RestoreSession(const Config& config)
@@ -211,6 +225,7 @@ void RestoreSession::kill_all(const std::string& error) noexcept {
     host::error("the restore failed and every restored task was killed: " + error);
     write_failure(error);
     worker_.stop();
+    await_zombies(tree_);
     await_deaths(tree_);
 }
 

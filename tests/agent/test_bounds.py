@@ -66,6 +66,17 @@ def test_a_target_that_is_refused_is_tried_again_soon(queue: Queue, tmp_path: Pa
     assert periodic.next_due("job") == now + 90000 + RETRY_S
 
 
+def test_a_clock_that_is_set_back_puts_no_checkpoint_off(queue: Queue, tmp_path: Path) -> None:
+    target = Target(name="job", pidfile=tmp_path / "pid", interval_s=60.0)
+    now = time.time()
+    periodic = Periodic(Config(targets=(target,)), queue, now)
+    earlier = now - 86400
+    periodic.submit_due(earlier)
+    assert periodic.next_due("job") == earlier + 60
+    periodic.submit_due(earlier + 61)  # it is due, and the job is not there
+    assert periodic.next_due("job") == earlier + 61 + 60
+
+
 def test_a_tree_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     assert os.getpid() in tree_pids(os.getpid())
     monkeypatch.setattr("gpustasis.agent.subjects.MAX_THREADS", 0)

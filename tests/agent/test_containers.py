@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -130,6 +131,21 @@ def test_an_engine_is_given_as_long_as_the_job(monkeypatch: pytest.MonkeyPatch) 
     words = (ID, Config(jobs_dump_limit=7200.0), Path("/none"))
     containers.dump_rank(*words, leave_running=True, stop=lambda: False)
     assert given[0] > 7200
+
+
+def test_the_archive_that_was_just_made_stays_whatever_the_clock_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was set back since those before it, by whose names it is the oldest."""
+    alone = SimpleNamespace(inspect=lambda: SimpleNamespace(parent=None))
+    monkeypatch.setattr("gpustasis.open", lambda _: alone)
+    archives = [tmp_path / f"20260101T00000{number}.0-a.tar" for number in range(4)]
+    for one in archives:
+        one.touch()
+    containers.keep_last(archives[0], 2)
+    assert sorted(tmp_path.iterdir()) == [archives[0], *archives[2:]]
+    containers.keep_last(archives[3], 2)
+    assert sorted(tmp_path.iterdir()) == archives[2:]
 
 
 @pytest.mark.parametrize(

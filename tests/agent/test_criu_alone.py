@@ -73,10 +73,12 @@ def ours(place: Path, number: int) -> Path:
     return place
 
 
-def tidy(directory: Path, keep_last: int = 2, *not_over: Path) -> list[str]:
+def tidy(
+    directory: Path, keep_last: int = 2, *not_over: Path, made: Path | None = None
+) -> list[str]:
     """As after a success, of the newest; the last digits of the names that are left."""
     target = Target(name="train", pidfile=Path("/x"), keep_last=keep_last)
-    newest = max(directory.iterdir())
+    newest = made or max(directory.iterdir())
     operation = Operation(subject=Subject(pid=1), uid=0, target="train", place=str(newest))
     at_work = (newest, *not_over)
     Work(operation, Config(), target, not_over=lambda: at_work)._tidy(directory)
@@ -127,6 +129,19 @@ def test_what_is_drained_meanwhile_costs_no_other(
 
     monkeypatch.setattr(gpustasis, "prune", late)
     assert tidy(directory) == ["0", "1"]
+
+
+@pytest.mark.parametrize("made", [of_criu, lambda place: ours(place, 0)])
+def test_the_one_that_was_just_made_stays_whatever_the_clock_says(
+    directory: Path, made: Callable[[Path], object]
+) -> None:
+    """It was set back since those before it."""
+    for number in (2, 3):
+        ours(directory / name(number), number)
+    for left in ("123", "023"):  # the others are still the last ones, by their time
+        place = directory / name(int(left[0]))
+        made(place)
+        assert tidy(directory, made=place) == [*left]
 
 
 def no_inventory(place: Path) -> None:

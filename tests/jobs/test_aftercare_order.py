@@ -14,6 +14,7 @@ import pytest
 
 from gpustasis._core import ARENA_MARKER, MANIFEST_NAME
 from gpustasis.draining.drain import Drained, drain
+from gpustasis.errors import JobError
 from gpustasis.jobs import neighbour
 from gpustasis.jobs.aftercare import Aftercare, tended
 from gpustasis.jobs.place import Place, place_of
@@ -134,3 +135,30 @@ def test_nor_does_it_begin_one(place: Place, arena: Path, slow: threading.Event)
             wait_for(lambda: aftercare._waits > 0, "who waits")
         waiting.join()
     assert not slow.is_set()
+
+
+def test_a_keeper_that_ends_with_an_error_names_what_is_in_memory_only(
+    place: Place, arena: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = threading.Event()
+
+    def fail_at_the_second(images: Path, **options: Any) -> Drained:
+        if images == place.images(1):
+            return drain(images, **options)
+        begun.set()
+        raise RuntimeError("a mistake")
+
+    monkeypatch.setattr("gpustasis.jobs.aftercare.drain", fail_at_the_second)
+    warned: list[str] = []
+    for number in (1, 2, 3):
+        make_local(place.images(number), arena)
+    (place.images(3) / ARENA_MARKER).write_bytes(b"")  # it is lost, and in no memory
+    with (
+        pytest.raises(JobError, match="the epoch was committed"),
+        tended(aftercare_of(place), warned.append),
+    ):
+        assert begun.wait(FOR_EVER_S)
+        raise JobError("the epoch was committed without this rank's dump")
+    (said,) = warned
+    assert said.startswith(f"{place.images(2)} is in memory only, here and at the neighbour: ")
+    assert "the rank's next one on this host drains it" in said

@@ -4,6 +4,7 @@ CRIU, emulated GPUs, and a neighbour that keeps copies."""
 
 from __future__ import annotations
 
+import re
 import shutil
 import threading
 import time
@@ -299,9 +300,12 @@ def test_dumps_in_between_are_built_on_others_wherever_these_are(
 def test_the_next_keeper_drains_what_one_that_was_killed_has_left(
     job: PeerJob, copies: Copies, tmp_path: Path
 ) -> None:
+    """And has the neighbour remove what that one's last copy takes the place of."""
     job.start_all()
     job.wait(lambda: all(job.steps(rank) for rank in range(WORLD)))
-    store, record = Local(tmp_path / "store"), Keys(job.name).record(1, 1)
+    job.checkpoint("--leave-running")
+    job.wait(lambda: job.is_durable(1))
+    store, record = Local(tmp_path / "store"), Keys(job.name).record(2, 1)
 
     def kill() -> None:
         """The other rank's keeper, whose record is in the store."""
@@ -309,17 +313,39 @@ def test_the_next_keeper_drains_what_one_that_was_killed_has_left(
         job.kill_keeper(1)
 
     with held_at(copies, 0, kill):
-        words = ("checkpoint", "--world", str(WORLD), "--leave-running")
-        asking = threading.Thread(target=job.job, args=words)
+        asking = threading.Thread(target=job.job, args=("checkpoint", "--leave-running"))
         asking.start()
-        job.wait(lambda: "epoch 1: committed" in job.log(0))
-    assert (job.images(1, 1) / ARENA_MARKER).exists()
-    assert len(job.records(1)) == WORLD
+        job.wait(lambda: "epoch 2: committed" in job.log(0))
+    assert (job.images(1, 2) / ARENA_MARKER).exists()
+    assert len(job.records(2)) == WORLD
+    assert [one.name for one in of_rank(copies, 1)] == [job.images(1, n).name for n in (1, 2)]
     job.start(1, "--commit-at", "peer", command=False)
-    job.wait(lambda: job.is_durable(1))
+    job.wait(lambda: job.is_durable(2))
+    job.wait(lambda: [one.name for one in of_rank(copies, 1)] == [job.images(1, 2).name])
     asking.join()
     store.close()
     job.run_on()
+
+
+def test_after_a_copy_that_fails_the_next_dump_is_full(job: PeerJob, copies: Copies) -> None:
+    """Whatever it is built on may be to blame."""
+    job.start_all("--interval", "2s", "--max-chain", "8")
+    job.wait(lambda: "epoch 2: committed" in job.log(0))
+
+    def refuse() -> None:
+        raise OSError("no more")
+
+    with held_at(copies, 1, refuse):
+        job.wait(lambda: ": aborted" in job.log(0))
+
+    def made() -> list[int]:
+        """Epochs that were committed after that."""
+        after = job.log(0).rpartition(": aborted")[2]
+        return [int(one) for one in re.findall(r"epoch ([0-9]+): committed", after)]
+
+    job.wait(made)
+    job.kill_all()
+    assert [bool(one["parent"]) for one in job.records(made()[0])] == [True, False]
 
 
 def test_no_rank_waits_for_room_while_the_job_stands(

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import socket
 from collections.abc import Callable
@@ -16,12 +17,15 @@ from typing import Any
 
 import pytest
 
+from gpustasis.draining.recycle import UNSYNCED
 from gpustasis.emulator import Emulator
-from gpustasis.errors import JobError
+from gpustasis.errors import JobError, PeerError
 from gpustasis.jobs import epochs, kept
-from gpustasis.jobs.dumps import DumpRecord, seal_of, stamp_of
+from gpustasis.jobs.checkpointing import Checkpointing
+from gpustasis.jobs.dumps import DumpRecord, content_of, seal_of, stamp_of
 from gpustasis.jobs.lead import digest_of
 from gpustasis.jobs.messages import Phase
+from gpustasis.jobs.neighbour import CommitAt
 from gpustasis.jobs.network import Network
 from gpustasis.jobs.parents import find_parent, is_between
 from gpustasis.jobs.place import place_of
@@ -33,6 +37,7 @@ from jobs.test_ranks import network, ring, store  # noqa: F401 - fixtures
 from support.criu_roots import newest_criu
 from support.inventory import write_inventory
 from support.json_output import check_document
+from support.local_checkpoints import make_local
 from support.ring import WORLD, Ring
 
 SAME_BYTES = 1 << 19  # of GPU memory that a rank of the ring never changes
@@ -300,6 +305,44 @@ def test_a_dump_that_is_sealed_is_not_built_on_one_in_the_clear(
     context.note(last=(NUMBER, f"{record.digest} {stamp_of(Path(record.directory))}"))
     assert find_parent(context) is None
     assert "the dump is to be sealed" in caplog.text
+
+
+def test_a_dump_that_can_never_be_drained_is_not_built_on(
+    context: Context, arena: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    context.options = replace(context.options, commit_at=CommitAt.PEER)
+    place = context.place.images(put_epoch(context))
+    shutil.rmtree(place)
+    stored = make_local(place, arena)
+    size, digest = content_of(place)
+    found = kept.records_of(epochs.standing(context.store, context.keys, NUMBER))
+    record = replace(found[0], id=stored.name, bytes=size, digest=digest)
+    put_record(context, record)
+    context.note(last=(NUMBER, f"{digest} {stamp_of(place)}"))
+    assert find_parent(context) == place
+    (stored / UNSYNCED).write_bytes(b"pages-1.img")
+    assert find_parent(context) is None
+    assert "it can never be drained" in caplog.text
+
+
+@pytest.mark.parametrize("is_told", [False, True])
+def test_after_a_dump_that_is_not_recorded_the_next_is_full_unless_its_epoch_was_over(
+    context: Context, monkeypatch: pytest.MonkeyPatch, is_told: bool
+) -> None:
+    context.note(last=(NUMBER, "stamp"))
+    part = Checkpointing(context, Order(OTHER, leave_running=True, restores=0))
+    part._parent = context.place.images(NUMBER)
+
+    def fail() -> str:
+        if is_told:
+            part.stopping.set()
+        raise PeerError("the neighbour has no room for it")
+
+    monkeypatch.setattr(part.criu, "start", lambda *_: True)
+    monkeypatch.setattr(part, "_recorded", fail)
+    with pytest.raises(PeerError):
+        part.dump()
+    assert context.place.load().last == (NUMBER if is_told else 0)
 
 
 def test_other_tasks_were_in_no_checkpoint(context: Context) -> None:

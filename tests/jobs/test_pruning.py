@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from gpustasis._core import ARENA_MARKER, MANIFEST_NAME, SEALED_NAME
+from gpustasis._core import ARENA_MARKER, SEALED_NAME
 from gpustasis.errors import JobError
 from gpustasis.image import directory
 from gpustasis.image.directory import share
@@ -98,41 +98,6 @@ def test_what_is_about_to_be_restored_keeps_all_that_it_is_built_on(
     with pytest.raises(JobError, match=MEANWHILE):
         prune(context)
     assert there(context) == [1, 2, 3]
-
-
-def test_one_that_is_in_memory_alone_counts_for_none_that_is_kept(
-    context: Context,  # noqa: F811
-) -> None:
-    """With both of its hosts the job would be lost: the one before it is on a disk."""
-    put_epoch(context)
-    put_epoch(context, peer="neighbour:7000")
-    assert prune(context) == []
-    put_epoch(context, peer="neighbour:7000")
-    assert there(context) == [1, 2, 3]
-    assert prune(context) == [1]
-    put_epoch(context)
-    assert there(context) == [2, 3, 4]
-
-
-def test_one_that_is_drained_by_now_counts(
-    context: Context,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    put_epoch(context)
-    number = put_epoch(context, peer="neighbour:7000")
-    drained: dict[Path, str] = {}
-    monkeypatch.setattr(
-        "gpustasis.jobs.dumps.identity_of", lambda place: (drained.get(place, ""), "")
-    )
-    for rank in (0, 1):
-        assert prune(context) == []  # rank 1 is in memory, or what is there is another checkpoint
-        place = context.place.directory.parent / f"rank-{rank}/epoch-{number:08d}"
-        (place / MANIFEST_NAME).touch()
-        drained[place] = "another"
-        assert prune(context) == []
-        drained[place] = f"{number}-{rank}"
-    assert prune(context) == [1]
-    assert there(context) == [2]
 
 
 def test_epochs_that_were_read_at_two_moments_are_no_reason_to_remove_anything(

@@ -7,9 +7,11 @@ import errno
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -67,6 +69,28 @@ def test_older_ones_stay_until_they_are_dropped(
     assert names(keeper) == ["0", "1", "2"]
     drop_older(nodes.sender.peer, nodes.sender, keys[1])
     assert names(keeper) == ["1", "2"]  # a newer one is none that it takes the place of
+    drop_older(nodes.sender.peer, nodes.sender, keys[2])
+    assert names(keeper) == ["2"]
+
+
+def test_older_ones_are_dropped_whatever_the_clocks_say(
+    nodes: Nodes, keeper: Copies, tmp_path: Path, arena: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sender's and the neighbour's are set back between one copy and the next."""
+    begin, keys = time.time(), []
+    for number in range(3):
+        stored = make_local(tmp_path / str(number), arena, (f"P{number}", "b"))
+        os.utime(stored / "gpustasis-manifest.img", (1000 - number, 1000 - number))
+        with monkeypatch.context() as patched:
+            earlier = begin - 3600 * number
+            patched.setattr(copies, "time", SimpleNamespace(time=lambda now=earlier: now))
+            keys.append(copy(tmp_path / str(number), nodes.sender, replaces=False).key)
+    found = keeper.all()
+    assert [one.key for one in found] == keys
+    assert found[0].received < found[1].received < found[2].received < begin + 1
+    assert nodes.sender.peer is not None
+    drop_older(nodes.sender.peer, nodes.sender, keys[1])
+    assert names(keeper) == ["1", "2"]
     drop_older(nodes.sender.peer, nodes.sender, keys[2])
     assert names(keeper) == ["2"]
 

@@ -164,7 +164,8 @@ class PeerJob:
         for rank in range(WORLD):
             self.kill_keeper(rank)
         place = str(self.directory / "kept").encode()
-        for pid in [*self.pids(), *pids_by(lambda words: place in words)]:
+        # First what criu there is: nobody hears of the end of what it traces before it has ended.
+        for pid in [*pids_by(lambda words: place in words), *self.pids()]:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
             reap(pid)

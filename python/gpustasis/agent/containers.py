@@ -210,9 +210,11 @@ def _podman(operation: Operation, config: Config, archive: Path, begin: float) -
     )
 
 
-def keep_last(directory: Path, count: int) -> None:
-    """Remove all but the newest archives. Where any of them is built on an earlier checkpoint, or
-    it cannot be told whether, all stay."""
+def keep_last(made: Path, count: int) -> None:
+    """Remove all but the newest archives beside the one that was just made, which stays although by
+    its name it may be the oldest, as a clock is set. Where any of them is built on an earlier
+    checkpoint, or it cannot be told whether, all stay."""
+    directory = made.parent
     archives = sorted(directory.glob("*.tar"))
     try:
         if any(gpustasis.open(one).inspect().parent is not None for one in archives):
@@ -221,6 +223,6 @@ def keep_last(directory: Path, count: int) -> None:
     except CheckpointError as exc:
         log.warning("archives in %s stay: %s", directory, exc)
         return
-    for one in archives[:-count]:
+    for one in set(archives[:-count]) - {made}:
         with suppress(OSError):
             one.unlink()

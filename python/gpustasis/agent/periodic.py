@@ -79,6 +79,7 @@ class Periodic:
     def submit_due(self, now: float) -> None:
         """Put what is due into the queue, but for what is there already."""
         for plan in self._plans.values():
+            plan.due = min(plan.due, now + plan.interval_s)  # the clock may have been set back
             if plan.due > now:
                 continue
             try:

@@ -29,7 +29,7 @@ from gpustasis.dump_records import alone_with, find_begun, find_dropped
 from gpustasis.errors import AgentError, CheckpointError
 from gpustasis.files import open_own_directory
 from gpustasis.image.arena import Tier
-from gpustasis.image.directory import try_exclude
+from gpustasis.image.directory import share, try_exclude
 from gpustasis.image.store import read_entry, read_store
 from gpustasis.image.verification import is_of_criu_alone, verify_directory
 from gpustasis.jobs.cuda import load_driver
@@ -108,7 +108,7 @@ class Work:
             return figures
         figures = containers.checkpoint(self.operation, self.config, place, begin, self.write_down)
         if self.target is not None:
-            containers.keep_last(place.parent, self.target.keep_last)
+            containers.keep_last(place, self.target.keep_last)
         return figures
 
     def _directory(self) -> Path:
@@ -273,7 +273,15 @@ class Work:
 
     def _tidy(self, directory: Path) -> None:
         """After a success: remove what is older than the last ones, by prune's rules, and what
-        failed."""
+        failed. Never what was just made: by its time it may be the oldest, as a clock is set."""
+        try:
+            with share(Path(self.operation.place)):
+                self._remove_old(directory)
+            self._remove_others(directory)
+        except (CheckpointError, OSError) as exc:
+            log.warning("old checkpoints in %s stay: %s", directory, exc)
+
+    def _remove_old(self, directory: Path) -> None:
         keep = self.config.keep_last if self.target is None else self.target.keep_last
         at_work = {*self.not_over()} - {Path(self.operation.place)}
         try:
@@ -282,11 +290,7 @@ class Work:
             )
         except (CheckpointError, OSError) as exc:
             log.warning("old checkpoints of CRIU alone in %s stay: %s", directory, exc)
-        try:
-            gpustasis.prune(directory, keep_last=keep)
-            self._remove_others(directory)
-        except (CheckpointError, OSError) as exc:
-            log.warning("old checkpoints in %s stay: %s", directory, exc)
+        gpustasis.prune(directory, keep_last=keep)
 
     def _remove_others(
         self, directory: Path, which: Callable[[Path], bool] = lambda _: True

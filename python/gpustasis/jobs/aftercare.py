@@ -89,6 +89,10 @@ class Aftercare:
         """Neighbour and name of the copy of that dump, of whose epoch neither is known yet."""
         return self._owed.copy_of(images) or neighbour.find_copy(images)
 
+    def sent_copy(self, images: Path) -> tuple[str, str] | None:
+        """The same, as far as it was noted before it was sent: of another boot, too."""
+        return self._owed.copy_of(images)
+
     def committed(self, images: Path, peer: str, key: str, *, is_base: bool) -> None:
         """The dump there, with this copy, is committed: older copies can go. Before this is noted
         elsewhere: should the keeper be killed, the next one says it again. is_base: the next one is
@@ -147,6 +151,11 @@ class Aftercare:
             )
             self._waits -= 1
             return dict(self._failed)
+
+    def in_memory(self) -> list[Path]:
+        """Dumps of this rank that are in memory only, and not lost, whatever their epochs are."""
+        found = [marker.parent for marker in sorted(self._markers())]
+        return [images for images in found if not neighbour.is_lost(images)]
 
     def close(self) -> None:
         """Stop, in the middle of a drain as well."""
@@ -308,11 +317,19 @@ def settle_at(aftercare: Aftercare, images: Path, limit_s: float) -> bool:
 def tended(aftercare: Aftercare, warn: Callable[[str], object]) -> Iterator[None]:
     """In the block dumps are drained that an earlier keeper has left, and those that are committed.
     What is in memory at its end is drained before it ends, if nothing is raised: it would be lost
-    with the next start of the host. warn: told of what cannot be."""
+    with the next start of the host. warn: told of what cannot be, or, for an error, is not."""
     aftercare.wake()
     try:
         yield
         for images, why in aftercare.wait().items():
             warn(f"{images} is in memory only, here and at the neighbour: {why}")
+    except CheckpointError:
+        aftercare.close()
+        for images in aftercare.in_memory():
+            warn(
+                f"{images} is in memory only, here and at the neighbour: this keeper ends with an "
+                "error, and the rank's next one on this host drains it"
+            )
+        raise
     finally:
         aftercare.close()

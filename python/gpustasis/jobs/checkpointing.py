@@ -4,9 +4,8 @@
 from __future__ import annotations
 
 import logging
-import os
-import shutil
 import socket
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
@@ -14,17 +13,18 @@ from pathlib import Path
 
 from gpustasis.criu import run
 from gpustasis.criu.images import prepare_directory
-from gpustasis.criu.plugin import Setting, plugin_directory
+from gpustasis.criu.plugin import Setting
 from gpustasis.draining.syncing import make_durable
-from gpustasis.errors import CheckpointError, JobError
+from gpustasis.errors import CheckpointError, JobError, StoreError
 from gpustasis.jobs import communicators, neighbour
+from gpustasis.jobs.aborted import clear_aborted
 from gpustasis.jobs.cuda import (
     cuda_processes,
     load_driver,
     lock_cuda,
-    require_unlocked,
     unlock_cuda,
 )
+from gpustasis.jobs.dumpable import require_dumpable
 from gpustasis.jobs.dumps import (
     DumpRecord,
     content_of,
@@ -33,16 +33,16 @@ from gpustasis.jobs.dumps import (
     stamp_of,
 )
 from gpustasis.jobs.gate import unsignalled
-from gpustasis.jobs.neighbour import copy_out
+from gpustasis.jobs.neighbour import CommitAt, copy_out
 from gpustasis.jobs.network import Network, look, own_addresses
 from gpustasis.jobs.parents import find_parent, is_between
 from gpustasis.jobs.rank import Context, HasCriu
 from gpustasis.jobs.records import addresses_of
 from gpustasis.jobs.safe_point import Council, let_go, stop_all
-from gpustasis.jobs.stopping import killed, strays
+from gpustasis.jobs.stopping import killed
 from gpustasis.jobs.work import Order
 from gpustasis.peers.config import Config
-from gpustasis.streaming.tree import Tree, resident_bytes
+from gpustasis.streaming.tree import Tree
 from gpustasis.task import is_of_ipc_job
 
 log = logging.getLogger(__name__)
@@ -51,6 +51,7 @@ _DURABLE: dict[str, Setting] = {"tier": "disk"}
 
 _ENDING_S = 5.0  # for tasks that are being killed, before they are killed once more
 _ENDED_S = 60.0
+_ASK_AGAIN_S = 0.5  # a store that is away
 _LET_GO_S = 60.0  # for the other ranks, if this keeper knows of no safe points
 _LOOPBACK = ("127.", "::1")
 
@@ -64,7 +65,8 @@ class Checkpointing(HasCriu):
         self._seen, self._network = Network(), Network()  # before the lock, and behind it
         self._parent: Path | None = None  # what the dump is built on
         self._stamp = ""  # of the dump
-        self._is_between, self._evidence = False, True  # it may be, where another keeper has looked
+        self._is_between = False
+        self._evidence: bool | None = None  # another keeper has looked
         self._neighbour: Config | None = None  # that gets a copy
         self._copied: tuple[str, str] | None = None  # where, its name: before it is sent
         self._council = Council(
@@ -77,10 +79,12 @@ class Checkpointing(HasCriu):
         """May the tasks be dumped? Nothing is touched. A program that has safe points stands at
         one afterwards; what it had open until then does not count."""
         context = self.context
-        self._require_dumpable()
-        alone = context.aftercare.no_copy(self._goes_on)  # here, where the tasks run meanwhile
-        self._neighbour = neighbour.require(context.name, context.options.commit_at, alone)
+        require_dumpable(context, self.images)
         self._evidence = self._is_evidence()
+        alone = context.aftercare.no_copy(self._goes_on)  # here, where the tasks run meanwhile
+        # Evidence stays, and a neighbour keeps what the next checkpoints replace.
+        at = CommitAt.DURABLE if self._evidence else context.options.commit_at
+        self._neighbour = neighbour.require(context.name, at, alone)
         stands = context.options.safe_point_s > 0 and not self._evidence
         if stands:
             self._stop_program()
@@ -96,35 +100,6 @@ class Checkpointing(HasCriu):
         with the epoch, the same for all. Raises StoreError."""
         key = self.context.keys.evidence(self.order.number)
         return key in self.context.store.read(key).entries
-
-    def _require_dumpable(self) -> None:
-        context = self.context
-        if not context.state.lives:
-            raise JobError(f"{context.name} has no tasks: there is nothing to checkpoint")
-        if context.gate.is_held():
-            raise JobError(f"{context.name}: a criu still waits for a decision of an earlier epoch")
-        pid = context.state.pid
-        if not os.path.samestat(os.stat(f"/proc/{pid}/ns/net"), os.stat("/proc/self/ns/net")):
-            raise JobError(f"{context.name}: its keeper is not in the network namespace of {pid}")
-        if others := strays(pid):
-            raise JobError(
-                f"{context.name}: process {others[0]} has left the tree below {pid}, and would not "
-                "be in the checkpoint"
-            )
-        plugin_directory()
-        if self.images.exists():
-            raise JobError(
-                f"{context.name}: {self.images} exists: a job of this name has left it there; "
-                "give another directory"
-            )
-        require_unlocked(context.name, pid)
-        needed = resident_bytes(pid)
-        free = shutil.disk_usage(context.place.directory).free
-        if free < needed:
-            raise JobError(
-                f"{context.name}: {context.place.directory} has {free} bytes free, and the tasks "
-                f"have {needed} in use"
-            )
 
     def _stop_program(self) -> None:
         context = self.context
@@ -221,11 +196,15 @@ class Checkpointing(HasCriu):
             lambda use: run.dump(criu, pid, images, use, leave_running=leave),
             settings,
         )
-        if not reached:
-            if self._parent is not None:  # whatever is wrong with that one: the next is full
+        try:
+            if not reached:
+                raise self.criu.failed or JobError(f"{context.name}: criu has ended without asking")
+            return self._recorded()
+        except BaseException:
+            is_told = reached and self.stopping.is_set()  # to end early
+            if self._parent is not None and not is_told:  # it may be to blame: the next is full
                 context.note(last=(0, ""))
-            raise self.criu.failed or JobError(f"{context.name}: criu has ended without asking")
-        return self._recorded()
+            raise
 
     def _recorded(self) -> str:
         """The record of what lies in self.images, of tasks that stand. By now it is on the disk, or
@@ -296,6 +275,8 @@ class Checkpointing(HasCriu):
 
     def _undo(self) -> None:
         if not self.is_touched():
+            if self.order.joined and self.images == self.context.place.images(self.order.number):
+                clear_aborted(self.context, self.order.number)
             return
         is_ours = self.context.state.images == str(self.images)  # this epoch has made it
         copied = self._copied or (self.context.aftercare.copy_of(self.images) if is_ours else None)
@@ -315,6 +296,7 @@ class Checkpointing(HasCriu):
         """Kill them, or let them run on."""
         context, state = self.context, self.context.state
         if state.epoch != self.order.number and state.lives:
+            self._let_older_go()
             raise JobError(
                 f"{context.name}: process {state.pid} was not dumped by epoch "
                 f"{self.order.number}: it is left as it is"
@@ -331,11 +313,25 @@ class Checkpointing(HasCriu):
                 self._end_tasks()
                 self._let_go()  # what is restored goes on by itself
         finally:
-            copied = self._copied or context.aftercare.copy_of(self.images)
-            if copied is not None and not self._evidence:  # that no restore wants: older ones stay
-                context.aftercare.committed(self.images, *copied, is_base=self._is_between)
+            if self._evidence is not None:
+                self._let_older_go()
             context.note(images="")  # it is committed: nobody may remove it as undone
             context.aftercare.wake()
+            if self._evidence is None:
+                self._let_older_go()
+
+    def _let_older_go(self) -> None:
+        """Its copy is of a committed epoch: those of older ones can go, unless this is evidence,
+        which no restore wants. A store that is away is waited for: without it this keeper settles
+        nothing, and should it be killed, the next one comes here again."""
+        copied = self._copied or self.context.aftercare.copy_of(self.images)
+        while copied is not None and self._evidence is None:
+            try:
+                self._evidence = self._is_evidence()
+            except StoreError:
+                time.sleep(_ASK_AGAIN_S)
+        if copied is not None and not self._evidence:
+            self.context.aftercare.committed(self.images, *copied, is_base=self._is_between)
 
     def _end_tasks(self) -> None:
         context = self.context

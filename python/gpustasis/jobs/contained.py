@@ -88,6 +88,7 @@ class Contained(Checkpointing):
         self._ours = EnginesCriu(context, visits, POST_DUMP)
         self.criu = self._ours
         self.images = Path(context.state.images)
+        self._evidence = True  # no neighbour is told anything: copies are the agent's
 
     def look(self) -> None:
         """Waits for the engine's criu, whose script stands before anything was touched."""

@@ -34,7 +34,8 @@ class Standing:
     decided; problems: what went wrong with that, empty if nothing did; excuses: of those that have
     one (work.Excuse). begun_at: in seconds since 1970, of a checkpoint by the clock; 0: it is none,
     or that is not known. is_evidence: it was made of a job that had failed, to look at. is_engines:
-    container engines were asked for it one by one, and what they have made is theirs."""
+    container engines were asked for it one by one, and what they have made is theirs. drained:
+    ranks whose dump is on a disk by now, as a prune has seen (on_disk.py)."""
 
     number: int
     epoch: Epoch
@@ -47,6 +48,7 @@ class Standing:
     pruned: bool = False
     is_evidence: bool = False
     is_engines: bool = False
+    drained: frozenset[int] = frozenset()
 
     @property
     def is_whole(self) -> bool:
@@ -127,6 +129,7 @@ def standing_of(keys: Keys, number: int, snapshot: Snapshot) -> Standing:
     records: dict[int, str] = {}
     problems: dict[int, str] = {}
     excuses: dict[int, Excuse] = {}
+    drained: set[int] = set()
     for name, entry in snapshot.entries.items():
         rank = rank_of(name, plan.world)
         if rank is not None and name == keys.record(number, rank):
@@ -135,6 +138,8 @@ def standing_of(keys: Keys, number: int, snapshot: Snapshot) -> Standing:
             problems[rank], excuse = settlement_of(name, entry)
             if excuse:
                 excuses[rank] = excuse
+        elif rank is not None and name == keys.drained(number, rank):
+            drained.add(rank)
     return Standing(
         number=number,
         epoch=epoch,
@@ -147,6 +152,7 @@ def standing_of(keys: Keys, number: int, snapshot: Snapshot) -> Standing:
         pruned=keys.pruned(number) in snapshot.entries,
         is_evidence=keys.evidence(number) in snapshot.entries,
         is_engines=keys.awaited(number) in snapshot.entries,
+        drained=frozenset(drained),
     )
 
 

@@ -20,9 +20,10 @@ from gpustasis.files import changeable_by_others
 from gpustasis.image.checkpoint import is_sealed
 from gpustasis.image.directory import try_exclude
 from gpustasis.jobs import epochs, neighbour, verified
-from gpustasis.jobs.dumps import DumpRecord, may_be_in_memory, named_in, problems_of, record_of
+from gpustasis.jobs.dumps import DumpRecord, named_in, problems_of, record_of
 from gpustasis.jobs.epochs import Standing
 from gpustasis.jobs.messages import Phase
+from gpustasis.jobs.on_disk import on_disk
 from gpustasis.jobs.owner import owner_of
 from gpustasis.jobs.records import TOP, Keys, number_of
 from gpustasis.jobs.store import Entry, Put, Require, Store
@@ -214,7 +215,7 @@ def prune(store: Store, keys: Keys, keep_last: int) -> list[Pruned]:
     this host; and of those that were pruned before, if they are there. The newest whole one stays;
     so do dumps that those of one that stays are built on, for as long as that is so. One that did
     not bring the job back when it was restored last, or has still to, counts for none that is kept;
-    nor does the newest one where it was committed in the memory of two hosts.
+    nor does one that may be in the memory of two hosts alone: with both it is lost.
 
     Raises JobError if an epoch is under way, or something cannot be removed; StoreError.
     """
@@ -227,10 +228,9 @@ def prune(store: Store, keys: Keys, keep_last: int) -> list[Pruned]:
         raise JobError(f"job {keys.job}: epoch {last.number} is not decided; prune after it")
     whole = [one for one in found if one.is_whole and not one.is_evidence]
     wrong = marks(store, keys, told=None).keys() | _not_back_yet(found)
-    good = [one.number for one in whole if one.number not in wrong]
-    if good and _is_in_memory(next(one for one in whole if one.number == good[-1])):
-        keep_last += 1
-    oldest = good[-keep_last] if len(good) >= keep_last else 0  # of those that stay
+    good = [one for one in reversed(whole) if one.number not in wrong]
+    counted = on_disk(store, keys, good, keep_last)
+    oldest = counted[-1] if len(counted) == keep_last else 0  # of those that stay
     stays = [one for one in found if one.is_whole and (one.is_evidence or one.number >= oldest)]
     needed = _needs_of(stays, found)
     goes = [one.number for one in whole if one.number < oldest]
@@ -255,11 +255,6 @@ def prune(store: Store, keys: Keys, keep_last: int) -> list[Pruned]:
     if problems:
         raise JobError("; ".join(reversed(problems)))
     return done[::-1]
-
-
-def _is_in_memory(one: Standing) -> bool:
-    """Whether it may be so alone: then it is lost when both hosts are. Raises JobError."""
-    return not one.is_engines and any(map(may_be_in_memory, records_of(one)))
 
 
 def _not_back_yet(found: list[Standing]) -> set[int]:

@@ -110,6 +110,11 @@ def find_copy(images: Path) -> tuple[str, str] | None:
     return None if found is None else (found.peer, found.key)
 
 
+def id_in(key: str) -> str:
+    """Of the checkpoint that a copy of this name is of."""
+    return key[:_ID]
+
+
 def forget(peer: str, key: str) -> None:
     """Have the neighbour remove a copy. Raises PeerError."""
     copying.discard(_address(peer), _hurried(), key)
@@ -343,7 +348,7 @@ def remove_fetched(places: list[Path], needed: Collection[str]) -> list[Path]:
     for place in places:
         beside = (place.parent / name / PARENT_LINK for name in os.listdir(place.parent))
         links = {os.path.realpath(link) for link in beside if link.is_symlink()}
-        if place.name[:_ID] in needed or str(place) in links:
+        if id_in(place.name) in needed or str(place) in links:
             break  # and with it what is below
         lock = try_exclude(place) if is_there(place) else None
         if lock is None:

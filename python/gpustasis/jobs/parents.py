@@ -10,6 +10,7 @@ import socket
 from pathlib import Path
 
 from gpustasis.criu.plugin import run_settings
+from gpustasis.draining.drain import can_be_drained
 from gpustasis.errors import CheckpointError
 from gpustasis.image.arena import Tier, tier_of
 from gpustasis.image.store import why_not_whole
@@ -74,8 +75,11 @@ def _why_not(context: Context, number: int, place: Path) -> str:
             return "it is sealed, or holds nothing that gpustasis has stored"
         if run_settings(os.environ).get("recipients"):
             return "the dump is to be sealed, and it is in the clear"
-        if context.options.commit_at is CommitAt.DURABLE and tier_of(place) is Tier.LOCAL:
+        is_local = tier_of(place) is Tier.LOCAL
+        if context.options.commit_at is CommitAt.DURABLE and is_local:
             return "it is only in memory yet, and the dump goes to the disk"
+        if is_local and not can_be_drained(place):
+            return "it can never be drained, nor could what is built on it"
         if not _is_as_committed(context, record, place):
             return "its files are not known to be those that were committed"
     except (CheckpointError, OSError) as exc:

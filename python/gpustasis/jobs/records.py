@@ -8,6 +8,7 @@ TOP/NAME/epochs/E/members/R   how far rank R says it has come, for as long as it
 TOP/NAME/epochs/E/records/R   the record of its dump
 TOP/NAME/epochs/E/settled/R   it has done what was decided
 TOP/NAME/epochs/E/pruned      its dumps are removed, or are about to be
+TOP/NAME/epochs/E/drained/R   the dump of rank R is on a disk (on_disk.py)
 TOP/NAME/epochs/E/said/...    how the ranks have agreed on a safe point (safe_point.py)
 TOP/NAME/epochs/E/back        the restored job is back, or not (verified.py)
 TOP/NAME/epochs/E/unverified  of a checkpoint: why it did not bring the job back
@@ -81,6 +82,9 @@ class Keys:
 
     def pruned(self, number: int) -> str:
         return f"{self.epoch(number)}pruned"
+
+    def drained(self, number: int, rank: int) -> str:
+        return f"{self.epoch(number)}drained/{rank}"
 
     def round(self, number: int, name: str) -> str:
         """The beginning of the keys of what the ranks say in one round of a safe point."""

@@ -109,6 +109,8 @@ class Restoring(HasCriu):
             try:
                 context.note(pid=tree.root)
                 tree.require_all(images)
+                if tree.is_ending():
+                    raise JobError(f"{context.name}: its tasks are being killed")
             finally:
                 tree.close()
         except CheckpointError as exc:  # the plugin has killed what it could not prove right

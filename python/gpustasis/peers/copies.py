@@ -13,6 +13,7 @@ import fcntl
 import hashlib
 import json
 import logging
+import math
 import os
 import re
 import shutil
@@ -69,7 +70,8 @@ class Copy:
     """key: its name. node: who sent it, by its certificate; store: the directory there that its
     image directory was in: the newest of each store are kept. name: of that image directory.
     parent: the key of what it is built on, or empty. taken: when the checkpoint was made; received:
-    when its copy was whole; seconds since 1970. bytes: of its files."""
+    when its copy was whole, but later than that of all before it, also if the clock was set back;
+    seconds since 1970. bytes: of its files."""
 
     key: str
     node: str
@@ -120,6 +122,7 @@ class Copies:
         self._coming: dict[str, _Coming] = {}
         self._held: DirectoryLock | None = None
         self._left: list[Path | None] = []  # trash that could not be deleted
+        self._received = 0.0  # of the copy that came last
         self._room = Room(config, Charges(config.directory, is_key).total)
         self.directory = config.directory
 
@@ -236,15 +239,22 @@ class Copies:
                         promise.need(charge(len(copy.parent)))
                         (part / PARENT_LINK).symlink_to(f"../{copy.parent}")
                     require_right(part, copy.key, copy.parent, on_progress)
-                    copy = Copy(**{**asdict(copy), "received": time.time(), "bytes": size})
+                    copy = Copy(**{**asdict(copy), "received": self._now(), "bytes": size})
                     note = json.dumps(asdict(copy)) + "\n"
                     promise.need(charge(len(note)))
                     (part / NOTE).write_text(note)
             else:
                 raise PeerError(f"the copy {copy.key} is there already")
         if last:
-            self._remove_old(copy)
+            self._remove_old(copy, lambda one: (one.taken, one.received))
         return copy
+
+    def _now(self) -> float:
+        """In seconds since 1970, and later than all copies that came before. Raises PeerError."""
+        with self._lock:
+            latest = max([self._received, *(one.received for one in self.all())])
+            self._received = max(time.time(), math.nextafter(latest, math.inf))
+            return self._received
 
     @contextmanager
     def _comes(self, copy: Copy) -> Iterator[None]:
@@ -266,11 +276,11 @@ class Copies:
         if coming.unwanted:
             raise PeerError(f"the copy {copy.key} was discarded while it was sent")
 
-    def _remove_old(self, latest: Copy) -> None:
-        """Remove, of its store, what is older than it, but for the newest and what others are built
-        on: whoever asks late must not remove what has come since. Of what store one is whose note
-        cannot be read is not known: it stays. Nothing goes while it cannot be told of one what it
-        is built on."""
+    def _remove_old(self, latest: Copy, age: Callable[[Copy], tuple[float, ...]]) -> None:
+        """Remove, of its store, what is older than it in all of `age`, but for the newest and what
+        others are built on: whoever asks late must not remove what has come since. Of what store
+        one is whose note cannot be read is not known: it stays. Nothing goes while it cannot be
+        told of one what it is built on."""
         gone: list[Path | None] = []
         try:
             with self._lock:
@@ -279,12 +289,12 @@ class Copies:
                 of_store = [
                     one for one in every if (one.node, one.store) == (latest.node, latest.store)
                 ]
-                of_store.sort(key=lambda one: (one.taken, one.received))
+                of_store.sort(key=age)
                 needed = parents.keys() - {one.key for one in of_store[: -self._config.keep]}
                 needed |= {latest.key, *(key for key, count in self._pinned.items() if count)}
                 needed = with_parents(needed, parents)
                 for one in reversed(of_store):
-                    is_older = one.taken <= latest.taken and one.received < latest.received
+                    is_older = one.received < latest.received and age(one) < age(latest)
                     if is_older and one.key not in needed:
                         gone.append(self._take_away_if_possible(one.key))
         except PeerError as exc:
@@ -322,7 +332,8 @@ class Copies:
             raise PeerError(f"there is no copy {key}")
         if found.node != node:
             raise PeerError(f"the copy {key} is of {found.node}")
-        self._remove_old(found)
+        # Its sender had committed it: that says more than the clock of a node.
+        self._remove_old(found, lambda one: (one.received,))
 
     def _take_away(self, key: str) -> Path | None:
         """A copy is no copy any more; where it lies, to be deleted: that takes long, and is for
