@@ -180,7 +180,7 @@ Result Worker::unmap_segment(const SegmentRequest& request) {
 /// need processor time for each of them in turn, which no GPU does.
 void Worker::release_memory() {
     signal(SIGBUS, [](int) { _exit(0); }); // a kernel that still runs ends with its memory
-    std::vector<std::jthread> others;
+    std::vector<std::thread> others;
     for (const Window& window : windows_) {
         if (window.size == 0) {
             continue;
@@ -196,7 +196,9 @@ void Worker::release_memory() {
             release();
         }
     }
-    others.clear();
+    for (std::thread& other : others) {
+        other.join();
+    }
     ledger_.release_all(slot_);
 }
 
