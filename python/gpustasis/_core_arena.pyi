@@ -6,6 +6,7 @@ from os import PathLike
 from pathlib import Path
 
 ARENA_MARKER: str
+ARENA_OVER: str
 ARENA_OWNER: str
 
 class ArenaMarker:

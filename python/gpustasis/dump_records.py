@@ -95,9 +95,10 @@ def find_missing(pid: int) -> DropRecord | None:
 
 def list_missing() -> list[DropRecord]:
     """The same of all processes that live. Raises OSError, ValueError."""
-    handed_over = [record for record in list_checkpoint_records() if record.handed_over]
     dropped = list_drop_records()
-    return dropped + [one for one in handed_over if one.pid not in {each.pid for each in dropped}]
+    told = {record.pid for record in dropped}
+    begun = list_checkpoint_records()
+    return dropped + [one for one in begun if one.handed_over and one.pid not in told]
 
 
 def why_needed(images: Path) -> str:

@@ -40,6 +40,7 @@ Manifest drain(const std::filesystem::path& arena, const std::filesystem::path& 
 void bind_arena(py::module_& m) {
     m.attr("ARENA_MARKER") = kArenaMarker;
     m.attr("ARENA_OWNER") = kArenaOwner;
+    m.attr("ARENA_OVER") = kArenaOver;
     py::class_<ArenaMarker>(m, "ArenaMarker", "What the marker in an image directory says.")
         .def_property_readonly(
             "checkpoint_id", [](const ArenaMarker& self) { return to_python(self.checkpoint_id); })

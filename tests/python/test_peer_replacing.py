@@ -106,13 +106,9 @@ def test_what_the_newest_is_built_on_is_not_dropped(
     assert names(keeper) == ["first", "second"]
 
 
-def test_what_is_discarded_while_it_is_sent_is_not_kept(
-    nodes: Nodes, keeper: Copies, tmp_path: Path, arena: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its sender has given up the connection, and the neighbour does not know yet."""
-    make_local(tmp_path / "one", arena)
-    assert nodes.sender.peer is not None
-    told: list[str] = []
+def hold_checks(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
+    """From now on the neighbour sets the first once it has all of a copy, and checks that when the
+    second is set."""
     checks, goes_on = threading.Event(), threading.Event()
     right = copies.require_right
 
@@ -122,6 +118,21 @@ def test_what_is_discarded_while_it_is_sent_is_not_kept(
         right(*words)
 
     monkeypatch.setattr(copies, "require_right", slow)
+    return checks, goes_on
+
+
+def test_what_is_discarded_while_it_is_sent_is_not_kept(
+    nodes: Nodes,
+    keeper: Copies,
+    tmp_path: Path,
+    arena: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its sender has given up the connection, and the neighbour does not know yet."""
+    make_local(tmp_path / "one", arena)
+    assert nodes.sender.peer is not None
+    told: list[str] = []
+    checks, goes_on = hold_checks(monkeypatch)
     failed: list[PeerError] = []
 
     def send() -> None:
@@ -148,7 +159,11 @@ def test_what_is_discarded_while_it_is_sent_is_not_kept(
 
 
 def test_what_one_that_is_sent_is_built_on_stays_until_it_is_there(
-    nodes: Nodes, keeper: Copies, tmp_path: Path, arena: Path, monkeypatch: pytest.MonkeyPatch
+    nodes: Nodes,
+    keeper: Copies,
+    tmp_path: Path,
+    arena: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     stored = make_local(tmp_path / "old", arena)
     newer = make_local(tmp_path / "new", arena, ("N", "b"))
@@ -157,15 +172,7 @@ def test_what_one_that_is_sent_is_built_on_stays_until_it_is_there(
     old, new = (copy(tmp_path / name, nodes.sender, replaces=False).key for name in ("old", "new"))
     make_local(tmp_path / "child", arena, ("A", "C"), parent=stored)
     assert nodes.sender.peer is not None
-    checks, goes_on = threading.Event(), threading.Event()
-    right = copies.require_right
-
-    def slow(*words: Any) -> None:
-        checks.set()
-        assert goes_on.wait(30)
-        right(*words)
-
-    monkeypatch.setattr(copies, "require_right", slow)
+    checks, goes_on = hold_checks(monkeypatch)
     with ThreadPoolExecutor() as pool:
         sending = pool.submit(copy, tmp_path / "child", nodes.sender, replaces=False)
         try:

@@ -23,7 +23,7 @@ from gpustasis.files import open_new
 from gpustasis.image.directory import PATIENCE_S, is_there, share, try_exclude
 
 _POLL_S = 0.05
-OVER = ".over"  # drained or given up: its image directory may hold another one by now
+OVER = _core.ARENA_OVER  # drained or given up: its image directory may hold another one by now
 
 
 class Tier(StrEnum):
