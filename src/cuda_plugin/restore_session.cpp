@@ -225,8 +225,9 @@ void RestoreSession::kill_all(const std::string& error) noexcept {
     host::error("the restore failed and every restored task was killed: " + error);
     write_failure(error);
     worker_.stop();
+    await_deaths(
+        tree_); // first: the first process of a pid namespace ends when those are waited for
     await_zombies(tree_);
-    await_deaths(tree_);
 }
 
 // criu asks no plugin behind one that has answered, so this one may not have been asked at all.

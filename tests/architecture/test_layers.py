@@ -92,7 +92,7 @@ PYTHON_ARROWS = {
     "jobs": {
         *("errors", "files", "criu", "driver", "image", "_core", "process", "recovery", "task"),
         *("streaming", "verifying", "nvml", "intervals", "nccl", "job", "dump_time"),
-        *("locked_file", "answering", "draining", "peers"),
+        *("locked_file", "answering", "draining", "peers", "dump_records"),
     },
     "preemption": {
         "dump_records",

@@ -224,6 +224,23 @@ def test_a_dump_whose_epoch_is_not_known_to_be_aborted_stays(
     context.aftercare.close()
 
 
+def test_a_dump_that_a_process_lacks_memory_of_stays(
+    context: Context,  # noqa: F811
+    arena: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The state may be gone without a start of the node."""
+    number = epoch_of(context, Phase.ABORTED)
+    key = sent(context, number, arena)
+    monkeypatch.setattr("gpustasis.jobs.aborted.why_needed", lambda _: "it holds memory")
+    part_of(context, number).release()
+    assert context.place.images(number).is_dir()
+    assert "stays: it holds memory" in caplog.text
+    assert owed(context) == (What.FORGET, NOWHERE, key)
+    context.aftercare.close()
+
+
 @pytest.mark.parametrize("is_evidence", [False, True])
 def test_evidence_goes_to_the_disk(
     is_evidence: bool,

@@ -8,6 +8,7 @@ import logging
 import socket
 from pathlib import Path
 
+from gpustasis.dump_records import why_needed
 from gpustasis.errors import CheckpointError, JobError, StoreError
 from gpustasis.image.directory import is_there
 from gpustasis.jobs import neighbour
@@ -22,7 +23,8 @@ log = logging.getLogger(__name__)
 def clear_aborted(context: Context, number: int) -> None:
     """Have the copy of the rank's dump in that epoch removed, and the dump if it is known to be
     that one: a store that has lost its entries counts anew, and then another epoch's has its name.
-    Raises OSError; CheckpointError if a drain is at work."""
+    Raises OSError; CheckpointError if a drain is at work, or
+    it cannot be told whether a process needs the dump."""
     images = context.place.images(number)
     copied = context.aftercare.sent_copy(images)
     if copied is None and not is_there(images):
@@ -38,7 +40,9 @@ def clear_aborted(context: Context, number: int) -> None:
         copied = (record.peer, record.key)
     try:
         may_go = phase is not None and not context.state.pid and is_there(images)
-        if may_go and _is_its(images, copied, record):
+        if may_go and (why_not := why_needed(images)):
+            log.warning("%s stays: %s", images, why_not)
+        elif may_go and _is_its(images, copied, record):
             neighbour.remove(images)
             log.info("%s is removed: epoch %d was aborted", images, number)
     finally:

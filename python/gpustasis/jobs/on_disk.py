@@ -39,12 +39,10 @@ def _is_on_disk(store: Store, keys: Keys, one: Standing) -> bool:
         rank: record_of(one.records[rank], f"epoch {one.number}, rank {rank}") for rank in unsaid
     }
     seen = [rank for rank in unsaid if not may_be_in_memory(records[rank])]
-    if seen == unsaid:
-        return True
     for rank in seen:
         if records[rank].is_copied and _is_of_here(records[rank]):
             store.write([], [Put(keys.drained(one.number, rank), "1")])
-    return False
+    return seen == unsaid
 
 
 def _is_of_here(record: DumpRecord) -> bool:
