@@ -7,8 +7,8 @@
 // Restore of SLOW_DRIVER_HANGS_LATER once there is a file SLOW_DRIVER_GATE,
 // or a GetState of SLOW_DRIVER_MUTE, never returns; each other GetState takes SLOW_DRIVER_STATE_MS. The first
 // SLOW_DRIVER_REFUSES Restores and
-// SLOW_DRIVER_REFUSES_UNLOCKS Unlocks fail. Until there is a file SLOW_DRIVER_GATE, the third Restore does not return, and
-// each of pid SLOW_DRIVER_REFUSES_PID fails. The first Unlock of SLOW_DRIVER_RELAPSES fails, for that is checkpointed again;
+// SLOW_DRIVER_REFUSES_UNLOCKS Unlocks fail. Until there is a file SLOW_DRIVER_GATE, a Restore of pid SLOW_DRIVER_GATED does
+// not return, and each of pid SLOW_DRIVER_REFUSES_PID fails. The first Unlock of SLOW_DRIVER_RELAPSES fails, for that is checkpointed again;
 // with SLOW_DRIVER_RELAPSE_MS so does the second, and the Restore between them takes so long.
 // Each Restore of SLOW_DRIVER_REFUSES_ALWAYS fails, each but of SLOW_DRIVER_RESTORES_ONLY, and each Unlock but of
 // SLOW_DRIVER_UNLOCKS_ONLY, after SLOW_DRIVER_REFUSAL_MS. With SLOW_DRIVER_IN_TURN one Checkpoint begins when the one before
@@ -55,7 +55,7 @@ int take(const char* variable) {
 }
 
 std::atomic<int> locking{0};
-std::atomic<int> refused{0}, unlocks_refused{0}, restores{0}, relapses{0};
+std::atomic<int> refused{0}, unlocks_refused{0}, relapses{0};
 std::atomic<bool> is_ready{false};
 std::mutex in_turn;
 std::mutex states;
@@ -145,10 +145,8 @@ int cuCheckpointProcessRestore(int pid, void*) {
         return refuse();
     if (pid == number("SLOW_DRIVER_REFUSES_ALWAYS"))
         return refuse();
-    while (++restores == 3 && number("SLOW_DRIVER_REFUSES_PID") == 0 && is_gate_shut()) {
-        --restores;
+    while (pid == number("SLOW_DRIVER_GATED") && is_gate_shut())
         std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    }
     take("SLOW_DRIVER_RESTORE_MS");
     if (pid == number("SLOW_DRIVER_RELAPSES") && relapses == 1)
         take("SLOW_DRIVER_RELAPSE_MS");

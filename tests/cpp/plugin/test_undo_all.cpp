@@ -168,6 +168,7 @@ void an_orphan_unlocks_none_that_has_died_meanwhile() {
     Bystander tasks[3];
     const sample::TempDir place;
     const Variable gate("SLOW_DRIVER_GATE", place.path("gate"));
+    const Variable gated("SLOW_DRIVER_GATED", std::to_string(tasks[2].pid()));
     const Orphaned orphan(tasks);
     CHECK(comes_true([&] { return orphan.noted() == "restore restore "; }));
     tasks[0].end(); // and until it has ended
@@ -195,6 +196,7 @@ void an_orphan_unlocks_none_that_is_stopped() {
     const Bystander tasks[3];
     const sample::TempDir place;
     const Variable gate("SLOW_DRIVER_GATE", place.path("gate"));
+    const Variable gated("SLOW_DRIVER_GATED", std::to_string(tasks[2].pid()));
     const Orphaned orphan(tasks);
     CHECK(comes_true([&] { return orphan.noted() == "restore restore "; }));
     CHECK(::kill(tasks[0].pid(), SIGSTOP) == 0);
@@ -213,6 +215,7 @@ void an_orphan_unlocks_none_that_is_traced() {
     const Bystander tasks[3];
     const sample::TempDir place;
     const Variable gate("SLOW_DRIVER_GATE", place.path("gate"));
+    const Variable gated("SLOW_DRIVER_GATED", std::to_string(tasks[2].pid()));
     const Orphaned orphan(tasks);
     CHECK(comes_true([&] { return orphan.noted() == "restore restore "; }));
     CHECK(::ptrace(PTRACE_SEIZE, tasks[0].pid(), nullptr, nullptr) == 0);
