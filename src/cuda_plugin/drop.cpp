@@ -7,6 +7,7 @@
 #include "core/manifest.hpp"
 #include "cuda_plugin/guardian.hpp"
 #include "cuda_plugin/host.hpp"
+#include "cuda_plugin/parent_choice.hpp"
 #include "cuda_plugin/sealed_key.hpp"
 #include "dropped_memory/drop_record.hpp"
 #include "tracee/injected_syscall.hpp"
@@ -78,6 +79,39 @@ void close_by_any_thread(pid_t pid, UserfaultfdRecord& record,
         return close_by({pid, tid, signals_blocked, signal_mask}, record, found, closed);
     }
     throw failure;
+}
+
+bool is_of(const DropRecord& record, int dir) {
+    struct stat status {};
+    if (::fstat(dir, &status) != 0)
+        throw io_error("cannot examine the image directory", errno);
+    return record.device == status.st_dev && record.inode == status.st_ino;
+}
+
+/// Whether the dump of `record` was broken off on top of the checkpoint that is in `image_dir`.
+bool is_built_on(const DropRecord& record, int image_dir) {
+    // Not for a directory that is empty: a disk that does not answer may hold the other one.
+    if (!has_checkpoint(image_dir))
+        return false;
+    const UniqueFd dir(
+        ::open(record.directory.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC));
+    try {
+        if (!dir || !is_of(record, dir.get()))
+            return false; // it is not where this process looks
+        Lineage chain(dir.get());
+        return find_in_chain(chain, image_dir) != 0;
+    } catch (const Error& e) {
+        host::warn("cannot tell what the broken-off dump in " + record.directory +
+                   " is built on: " + e.what());
+        return false;
+    }
+}
+
+bool is_needed_by(const DropRecord& record, int image_dir) {
+    const bool is_there =
+        ::faccessat(image_dir, record.image.c_str(), F_OK, AT_SYMLINK_NOFOLLOW) == 0 ||
+        holds_sealed(image_dir);
+    return (is_there && is_of(record, image_dir)) || is_built_on(record, image_dir);
 }
 
 [[noreturn]] void refuse(const DropRecord& record, pid_t pid) {
@@ -188,25 +222,17 @@ void refuse_needed_images(int image_dir) {
         if (local && !find_marker(local.get()))
             refuse_needed_images(local.get());
     }
-    struct stat directory {};
-    if (::fstat(image_dir, &directory) != 0)
-        throw io_error("cannot examine the image directory", errno);
     std::vector<DropRecord> needed = DropRecords().list();
     for (DropRecord& record : DropRecords({}, DropRecords::kCheckpointed).list())
         if (record.handed_over) // whether it is missing still, only the driver knows
             needed.push_back(std::move(record));
-    for (const DropRecord& record : needed) {
-        const bool is_here =
-            record.device == directory.st_dev && record.inode == directory.st_ino &&
-            (::faccessat(image_dir, record.image.c_str(), F_OK, AT_SYMLINK_NOFOLLOW) == 0 ||
-             holds_sealed(image_dir));
-        if (is_here)
+    for (const DropRecord& record : needed)
+        if (is_needed_by(record, image_dir))
             throw Error(Errc::unsupported,
-                        record.directory + " holds memory that is missing in process " +
+                        directory_path(image_dir) + " holds memory that is missing in process " +
                             std::to_string(record.pid) + ": put it back first: gpustasis recover " +
                             std::to_string(record.pid) + " -D " + record.directory +
                             "; or dump into another directory");
-    }
 }
 
 void refuse_handed_over(pid_t pid) {

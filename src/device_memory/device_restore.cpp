@@ -4,7 +4,9 @@
 #include "device_memory/device_copy.hpp"
 #include "device_memory/driver_error.hpp"
 
+#include <cstddef>
 #include <cstring>
+#include <optional>
 #include <vector>
 
 namespace gpustasis {
@@ -30,15 +32,24 @@ void begin_restore(CustomStorage& storage, int pid, const ImageInfo& info,
         if (e.result() != driver::kInvalidContext)
             throw;
     }
+    // The driver wants contexts on every GPU that the process may use, also where it has no memory. One that has no room
+    // for a context may be none of them: only the driver knows.
+    std::optional<DriverError> failed;
     for (std::size_t number = 0; number < info.gpus.size(); ++number) {
         try {
             storage.prepare({now_at(number)}, 0);
-        } catch (const DriverError&) {
-            throw;
+        } catch (const DriverError& e) {
+            failed = failed ? failed : e;
         } catch (const Error&) { // NOLINT(bugprone-empty-catch): not a GPU of this machine
         }
     }
-    storage.restore(pid, pairs, into);
+    try {
+        return storage.restore(pid, pairs, into);
+    } catch (const DriverError& e) {
+        if (failed && e.result() == driver::kInvalidContext)
+            throw *failed;
+        throw;
+    }
 }
 
 void fill_devices(CustomStorage& storage, const std::vector<NumberedDevice>& devices,

@@ -178,7 +178,9 @@ def test_one_that_was_made_is_not_removed_as_a_failed_one(
     assert len(names(made)) == 1 and tier_of(images) is Tier.LOCAL
 
 
-def test_what_somebody_is_at_work_on_stays_as_it_is(made: Path, directory: Path) -> None:
+def test_what_somebody_is_at_work_on_stays_as_it_is(
+    made: Path, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     local = make_local(made, directory / NAME, 1)
     before = sorted(os.listdir(local.images))
     for place, how in [(local.images / ARENA_MARKER, fcntl.LOCK_EX), (local.stored, fcntl.LOCK_SH)]:
@@ -186,6 +188,10 @@ def test_what_somebody_is_at_work_on_stays_as_it_is(made: Path, directory: Path)
             assert not remove_failed(local.images)
     with dropped(os.getpid(), local, local.stored):  # its memory may be put back from there
         assert not remove_failed(local.images, keep_log=True)
+        monkeypatch.setattr("gpustasis.agent.work._REFILL_S", 1e9)
+        assert not remove_failed(local.images, at_once=True)
+        with locked(local.stored, fcntl.LOCK_SH):
+            assert not remove_failed(local.images, at_once=True)
     assert sorted(os.listdir(local.images)) == before and tier_of(local.images) is Tier.LOCAL
     assert remove_failed(local.images)
     assert names(made) == []

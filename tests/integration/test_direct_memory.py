@@ -175,6 +175,40 @@ def test_images_that_a_job_needs_are_not_replaced(direct_rig: Rig, arena: Path, 
         other.run_on()
 
 
+@pytest.mark.parametrize("how", ["disk", "ram", "drained"])
+@pytest.mark.parametrize("kind", [{}, DIRECT], ids=["dropped", "handed over"])
+def test_nor_is_what_those_images_are_built_on(
+    direct_rig: Rig, arena: Path, kind: dict[str, Setting], how: str
+) -> None:
+    rig, keys = direct_rig, {**kind, **({} if how == "disk" else ram(arena))}
+    with rig.job(mib=8) as job, rig.job(mib=4) as other:
+        first, second, images = (rig.images() for _ in range(3))
+        for into, parent in ((first, {}), (second, {"parent": str(first)})):
+            dumped = rig.dump(job, into, "--leave-running", config={**keys, **parent})
+            assert dumped.status == 0, dumped.errors
+            rig.settle(into)
+            job.run_on()
+            if how == "drained":
+                drain(into)
+        break_off(with_config(rig, {**keys, "parent": str(second)}), job, images)
+        rig.settle(images)
+        (images / INVENTORY_NAME).unlink(missing_ok=True)
+        for needed in (first, second):
+            for config in ({"tier": "disk"}, ram(arena)):
+                done = rig.dump(other, needed, "--leave-running", config=config)
+                assert done.status != 0
+                assert f"memory that is missing in process {job.pid}" in done.log, done.errors
+                assert "locked pid" not in done.log
+                other.run_on()
+        assert rig.dump(other, rig.images(), "--leave-running").status == 0
+        recover(rig, job.pid, "-D", images)
+        job.run_on()
+        other.run_on()
+        if how == "disk":  # what is in memory only is not replaced either way
+            assert rig.dump(other, second, "--leave-running").status == 0
+            other.run_on()
+
+
 def test_with_cpu_memory_of_the_same_tasks_and_packed(direct_rig: Rig) -> None:
     rig = direct_rig
     with rig.job(mib=16, pinned_kib=1024, children=1, plain_threads=2) as job:

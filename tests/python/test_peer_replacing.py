@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import errno
+import json
+import math
 import os
 import shutil
 import threading
@@ -255,6 +257,22 @@ def test_one_that_cannot_be_read_and_is_built_on_nothing_keeps_no_other(
 ) -> None:
     keys = make_three(nodes, tmp_path, arena)
     (keeper.directory / keys[0] / NOTE).write_text("{")
+    assert nodes.sender.peer is not None
+    drop_older(nodes.sender.peer, nodes.sender, keys[2])
+    assert {*os.listdir(keeper.directory)} == {keys[0], keys[2]}
+
+
+@pytest.mark.parametrize("field", ["taken", "received"])
+@pytest.mark.parametrize("value", [math.inf, math.nan, -1.0, 1e12, "now", None], ids=str)
+def test_a_time_that_cannot_be_orders_no_copies(
+    nodes: Nodes, keeper: Copies, tmp_path: Path, arena: Path, field: str, value: object
+) -> None:
+    """With one that nothing is later than, no copy would be older than any."""
+    keys = make_three(nodes, tmp_path, arena)
+    note = keeper.directory / keys[0] / NOTE
+    note.write_text(json.dumps({**json.loads(note.read_text()), field: value}))
+    with pytest.raises(PeerError, match=f"the copy {keys[0]} cannot be told"):
+        keeper.find(keys[0])
     assert nodes.sender.peer is not None
     drop_older(nodes.sender.peer, nodes.sender, keys[2])
     assert {*os.listdir(keeper.directory)} == {keys[0], keys[2]}

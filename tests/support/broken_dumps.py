@@ -14,6 +14,7 @@ from pathlib import Path
 
 from campaigns.rig import Rig, workers
 from campaigns.steady_job import SteadyJob
+from gpustasis.image.arena import stored_directory
 
 TIMEOUT_S = 30.0
 
@@ -22,7 +23,7 @@ def break_off(rig: Rig, job: SteadyJob, images: Path, *kept: str) -> None:
     """Kill criu, and what the plugin has left beside it but processes named `kept`, when all GPU
     memory is in the images and out of the job."""
     kill_criu = dump_and_stop(rig, job, images)
-    for pid in workers(images):
+    for pid in {*workers(images), *workers(stored_directory(images))}:
         if Path(f"/proc/{pid}/comm").read_text().strip() not in kept:
             os.kill(pid, signal.SIGKILL)
     kill_criu()

@@ -301,7 +301,7 @@ class Work:
                 continue
             # Of one that has ended since it was looked at, what counts is how it is now.
             if which(entry.directory) and is_broken_off(read_entry(entry.directory)):
-                remove_failed(entry.directory)
+                remove_failed(entry.directory, at_once=True)
 
 
 def is_in_memory(operation: Operation, config: Config) -> bool:
@@ -374,10 +374,10 @@ def _sync_what_is_not(images: Path) -> None:
         raise AgentError(f"the checkpoint in {images} cannot be synced: {exc}; {left}") from exc
 
 
-def remove_failed(directory: Path, *, keep_log: bool = False) -> bool:
+def remove_failed(directory: Path, *, keep_log: bool = False, at_once: bool = False) -> bool:
     """Remove what a failed dump has left, in memory too, unless it is in use: memory may still be
-    put back from it. Whether it is gone."""
-    deadline = time.monotonic() + _REFILL_S
+    put back from it. at_once: nobody waits for that. Whether it is gone."""
+    deadline = time.monotonic() + (0 if at_once else _REFILL_S)
     while find_users(directory, *CRIU, WORKER_COMM, GUARDIAN_COMM):
         if time.monotonic() > deadline:
             return False

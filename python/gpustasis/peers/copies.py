@@ -168,7 +168,8 @@ class Copies:
         try:
             with open_regular(note, os.O_NOFOLLOW) as file:
                 found = json.loads(file.read(_NOTE_LIMIT).decode("utf-8"))
-            if set(found) != {one.name for one in fields(Copy)} or found["key"] != key:
+            is_it = set(found) == {one.name for one in fields(Copy)} and found["key"] == key
+            if not is_it or not all(0 <= found[at] < MAX_TIME for at in ("taken", "received")):
                 raise ValueError("it says something else than it should")
             return Copy(**found)
         except (FileNotFoundError, NotADirectoryError):

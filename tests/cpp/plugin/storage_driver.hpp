@@ -56,11 +56,12 @@ struct State {
     std::atomic<int> host_allocs_left = 1000; ///< the next ones fail
     std::atomic<int> streams_left = 1000;
     std::atomic<bool> synchronizes = true;
-    std::atomic<int> waits_left = 1'000'000; ///< for streams that were made; the next ones fail
-    std::atomic<bool> knows_own_streams =
-        true;                              ///< else nothing can be done with those that it gives
-    std::atomic<int> broken_gpu = -1;      ///< of which no context can be waited for
-    std::atomic<bool> nvml_answers = true; ///< which GPU is which device file
+    std::atomic<int> waits_left = 1'000'000;    ///< for streams that were made; the next ones fail
+    std::atomic<bool> knows_own_streams = true; ///< else those that it gives are of no use
+    std::atomic<int> broken_gpu = -1;           ///< of which no context can be waited for
+    std::atomic<int> full_gpu = -1;             ///< which has no room for a context
+    std::atomic<int> contexts_missing = 0;      ///< the next restores want one more
+    std::atomic<bool> nvml_answers = true;      ///< which GPU is which device file
     std::atomic<unsigned> nvml_lists = kGpus;
     const std::atomic<bool>* announced = nullptr; ///< what must be set when memory is asked for
     std::mutex context_gate;                      ///< a context is made while nobody holds it
@@ -73,8 +74,7 @@ struct State {
     std::atomic<int> streams = 0;
     std::atomic<int> hosts = 0; ///< blocks of page-locked memory
     // What was done.
-    std::atomic<int> checkpoints = 0;
-    std::atomic<int> restores = 0;
+    std::atomic<int> checkpoints = 0, restores = 0;
     std::atomic<int> waits = 0; ///< for streams
     std::atomic<int> late = 0;  ///< host_alloc while memory was handed over
     std::atomic<int> asked = 0;
@@ -201,6 +201,8 @@ STORAGE_DRIVER_API cuDeviceGetUuid_v2(std::uint8_t* uuid, int device) {
 STORAGE_DRIVER_API cuDevicePrimaryCtxRetain(void** context, int device) {
     storage_driver::state.context_waits = true;
     const std::lock_guard gate(storage_driver::state.context_gate);
+    if (device == storage_driver::state.full_gpu)
+        return storage_driver::kRefused;
     *context = storage_driver::context(device);
     ++storage_driver::state.contexts;
     return 0;
@@ -329,6 +331,8 @@ STORAGE_DRIVER_API cuCheckpointProcessRestore(int pid, gpustasis::driver::Restor
     ++storage_driver::state.restores;
     storage_driver::see_announced();
     storage_driver::call(storage_driver::state.on_restore);
+    if (storage_driver::state.contexts_missing-- > 0)
+        return gpustasis::driver::kInvalidContext;
     return storage_driver::hand_over(pid, args->storage, true);
 }
 STORAGE_DRIVER_API cuCheckpointOperationComplete(void* of) {

@@ -2,8 +2,11 @@
 // What a GPU, its driver or an image does wrong while memory is copied: nothing is read or written that is not that memory.
 #include "handed_over.hpp"
 
+#include "device_memory/driver_error.hpp"
+
 #include <algorithm>
 #include <cstring>
+#include <optional>
 #include <span>
 
 using namespace handed_over;
@@ -108,9 +111,41 @@ void what_was_not_copied_is_not_read() {
     state.waits_left = 1'000'000;
 }
 
+// One that the task has nothing on may be full: it is the driver who says whether it wants a context there.
+void a_restore_needs_no_context_on_a_gpu_that_the_driver_does_not_ask_for() {
+    state.full_gpu = 0;
+    ImageInfo info;
+    info.gpus = {{.uuid = uuid(0), .name = {}, .memory_size = 0},
+                 {.uuid = uuid(1), .name = {}, .memory_size = 0}};
+    info.of_devices = true;
+    info.regions = regions_of({{1, kBlock}});
+    for (const int refusals : {1, 2}) {
+        CustomStorage storage = new_storage();
+        storage_driver::have(kPid, {sample::Buffer{}, sample::random_bytes(kBlock, 1)});
+        CustomStorage::Operation operation;
+        state.restores = state.contexts = 0;
+        state.contexts_missing = refusals;
+        std::optional<DriverError> failed;
+        try {
+            begin_restore(storage, kPid, info, {}, operation);
+            operation.complete();
+        } catch (const DriverError& e) {
+            failed = e;
+        }
+        CHECK(state.restores == 2);
+        CHECK(state.contexts == 1);
+        CHECK(failed.has_value() == (refusals == 2));
+        // Why there is no context, and not that there is none.
+        CHECK(!failed || failed->result() == storage_driver::kRefused);
+    }
+    state.contexts_missing = 0;
+    state.full_gpu = -1;
+}
+
 } // namespace
 
 int main() {
+    a_restore_needs_no_context_on_a_gpu_that_the_driver_does_not_ask_for();
     bytes_of_an_image_for_which_a_gpu_has_no_room_are_refused();
     memory_whose_stream_is_not_known_is_waited_for_all_the_same();
     memory_of_another_gpu_whose_stream_is_not_known_is_waited_for_too();
