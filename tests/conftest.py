@@ -142,7 +142,7 @@ def repository() -> Path:
 
 @pytest.fixture
 def arena(tmp_path: Path) -> Iterator[Path]:
-    above = Path("/dev/shm") / f"gpustasis-{tmp_path.parent.name}-{tmp_path.name}"
+    above = Path("/dev/shm") / f"gpustasis-{os.getpid()}-{tmp_path.parent.name}-{tmp_path.name}"
     yield above / "arena"
     shutil.rmtree(above, ignore_errors=True)
 

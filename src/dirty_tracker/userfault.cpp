@@ -29,6 +29,7 @@ namespace gpustasis {
 namespace {
 
 constexpr std::chrono::milliseconds kStopTimeout{300};
+constexpr std::chrono::milliseconds kMoreTime{2700}; // of one that may only have no processor
 constexpr std::size_t kMaxTries = 8;
 constexpr std::uint64_t kUserModeOnly = 1; // the process needs no privilege; see below
 // Faults are never handled by anybody, so it does not matter that those of the kernel could not be.
@@ -67,7 +68,7 @@ void close_left(UserfaultfdRecord& record, InjectedSyscalls& task, pid_t pid, pi
 }
 
 UniqueFd make_in_thread(const AddressSpace& space, UserfaultfdRecord& record, pid_t tid) {
-    const SeizedThread seized(tid, kStopTimeout);
+    const SeizedThread seized(tid, kStopTimeout, kMoreTime);
     space.require_alive(); // else `tid` may have been another process's by then
     undo_interruption(tid);
     require_room_for_way_back(space.mappings(), tid);

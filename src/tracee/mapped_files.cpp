@@ -15,6 +15,7 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
+#include <chrono>
 #include <climits>
 #include <cstdio>
 #include <string>
@@ -87,9 +88,9 @@ std::vector<Mapping> file_mappings(pid_t pid) {
 
 } // namespace
 
-MappedFiles::MappedFiles(pid_t root, const Requirements* expected)
+MappedFiles::MappedFiles(pid_t root, const Requirements* expected, std::chrono::milliseconds time)
     : expected_(expected), ours_(mount_namespace("self")),
-      roots_(mount_namespace(std::to_string(root))) {}
+      roots_(mount_namespace(std::to_string(root))), left_(time) {}
 
 void MappedFiles::add(pid_t pid) {
     const auto begin = Clock::now();

@@ -30,8 +30,9 @@ public:
 
     /// `root`: of the tree. `expected`: a record, which outlives this, to compare with: only files that are
     /// in it are kept, and only those opened whose size and place leave the question open; for as long as
-    /// that takes. Null: of a dump, for kTime. Throws Error: io.
-    explicit MappedFiles(pid_t root, const Requirements* expected = nullptr);
+    /// that takes. Null: of a dump, for `time`. Throws Error: io.
+    explicit MappedFiles(pid_t root, const Requirements* expected = nullptr,
+                         std::chrono::milliseconds time = kTime);
 
     /// Add what `pid`, which stands still, has mapped; nothing if it has ended. What cannot be looked at
     /// is counted.
@@ -80,7 +81,7 @@ private:
     std::vector<std::pair<RequiredFile, std::string>> unreadable_;
     std::uint64_t hashed_ = 0; ///< bytes of the files that have a hash
     Clock::time_point deadline_ = Clock::time_point::max();
-    Clock::duration left_ = kTime; ///< of it, for later calls
+    Clock::duration left_; ///< of the time, for later calls
     std::uint32_t unrecorded_ = 0;
 };
 

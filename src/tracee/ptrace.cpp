@@ -16,6 +16,7 @@
 #include <string>
 #include <system_error>
 #include <thread>
+#include <utility>
 #include <vector>
 
 namespace gpustasis {
@@ -23,9 +24,25 @@ namespace {
 
 constexpr int kEventStop = 128; // PTRACE_EVENT_STOP
 constexpr useconds_t kPollUs = 100;
+constexpr std::chrono::milliseconds kMostPerPoll{10}; // of a limit
 // A process may start threads all the time, and one of it stands still meanwhile.
 constexpr int kMaxLooks = 8;
 constexpr int kMaxEndPolls = 100'000; // 10 s; only this process's own debugger keeps what has ended
+
+/// What a tracee that has stopped is to be given as it goes on: the signal that it has stopped for. 0: none, as at a system
+/// call. It stops there for a tracer that asks for none if another one did and was killed when the tracee was about to
+/// stop; and then its number is none of a signal, or SIGTRAP, which would end it (ptrace(2), "Syscall-stops").
+std::uint64_t signal_to_deliver(pid_t tid, int status) {
+    constexpr int kSysGood = 0x80;
+    const int signal = WSTOPSIG(status);
+    if (status >> 16 != 0 || (signal & kSysGood) != 0)
+        return 0;
+    if (signal != SIGTRAP)
+        return static_cast<std::uint64_t>(signal);
+    siginfo_t info{};
+    ptrace_call(PTRACE_GETSIGINFO, "PTRACE_GETSIGINFO", tid, nullptr, &info);
+    return (info.si_code & ~kSysGood) == SIGTRAP ? 0 : SIGTRAP;
+}
 
 /// One stop of the tracee: true if it is the event stop, else it has been sent on its way.
 bool take_stop(pid_t tid, int status) {
@@ -33,8 +50,8 @@ bool take_stop(pid_t tid, int status) {
         throw Error(Errc::io, "thread " + std::to_string(tid) + " died");
     if (is_event_stop(status))
         return true;
-    const auto signal = static_cast<std::uint64_t>(WSTOPSIG(status));
-    ptrace_call(PTRACE_CONT, "PTRACE_CONT", tid, nullptr, reinterpret_cast<void*>(signal));
+    ptrace_call(PTRACE_CONT, "PTRACE_CONT", tid, nullptr,
+                reinterpret_cast<void*>(signal_to_deliver(tid, status)));
     return false;
 }
 
@@ -95,23 +112,28 @@ void wait_for_event_stop(pid_t tid) {
 }
 
 bool wait_for_event_stop(pid_t tid, std::chrono::milliseconds timeout) {
-    const auto deadline = std::chrono::steady_clock::now() + timeout;
-    for (;;) {
+    using Clock = std::chrono::steady_clock;
+    Clock::duration left = timeout;
+    for (auto looked = Clock::now();;) {
         int status = 0;
         const pid_t got = ::waitpid(tid, &status, __WALL | WNOHANG);
         if (got < 0 && errno != EINTR)
             throw io_error("cannot wait for thread " + std::to_string(tid), errno);
         if (got == tid && take_stop(tid, status))
             return true;
-        if (got == 0) {
-            if (std::chrono::steady_clock::now() > deadline)
-                return false;
-            ::usleep(kPollUs);
-        }
+        if (got != 0)
+            continue;
+        if (left <= Clock::duration::zero()) // and it has been looked once more since
+            return false;
+        ::usleep(kPollUs);
+        const auto before = std::exchange(looked, Clock::now());
+        left -= std::min<Clock::duration>(looked - before, kMostPerPoll);
     }
 }
 
-SeizedThread::SeizedThread(pid_t tid, std::chrono::milliseconds timeout) : tid_(tid) {
+SeizedThread::SeizedThread(pid_t tid, std::chrono::milliseconds timeout,
+                           std::chrono::milliseconds more)
+    : tid_(tid) {
     const std::string name = "thread " + std::to_string(tid);
     const bool has_seccomp = proc::has_seccomp(tid);
     const std::uint64_t options = kTraceSysGood | (has_seccomp ? kSuspendSeccomp : 0);
@@ -127,7 +149,12 @@ SeizedThread::SeizedThread(pid_t tid, std::chrono::milliseconds timeout) : tid_(
         throw io_error("PTRACE_SEIZE of " + name, error);
     }
     ptrace_call(PTRACE_INTERRUPT, "PTRACE_INTERRUPT", tid, nullptr, nullptr);
-    if (!wait_for_event_stop(tid, timeout))
+    bool stops = wait_for_event_stop(tid, timeout);
+    if (!stops && more.count() != 0 && proc::state(tid) != 'D') {
+        timeout += more;
+        stops = wait_for_event_stop(tid, more);
+    }
+    if (!stops)
         throw Error(Errc::io, name + " does not stop within " + std::to_string(timeout.count()) +
                                   " ms: it waits in the kernel for something else");
 }

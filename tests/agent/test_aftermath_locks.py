@@ -75,7 +75,7 @@ def test_a_lock_that_is_not_the_dump_s_stays(
     job = gpu_generations()
     if dump == "ended":
         checkpointer.dump(job, images, leave_running=True)
-    driver.lock(job.pid, 1000)
+    driver.lock(job.pid, 30_000)
     try:
         found = settled(at_work(job, images))
         assert driver.get_state(job.pid) is ProcessState.LOCKED
@@ -99,12 +99,12 @@ def test_what_a_dump_has_found_locked_stays_so_and_the_rest_runs_on(
     job = gpu_generations()
     was_locked = before is ProcessState.LOCKED
     if was_locked:
-        driver.lock(job.pid, 1000)
+        driver.lock(job.pid, 30_000)
     checkpointer.dump(job, images, leave_running=True, plugin={"found_locked": "dump"})
     broken_off(images)
     assert (images / MANIFEST_NAME).exists()
     if not was_locked:
-        driver.lock(job.pid, 1000)
+        driver.lock(job.pid, 30_000)
     found = settled(at_work(job, images))
     assert found.state is State.INTERRUPTED
     assert ("as the dump found it" if was_locked else "was locked, and runs again") in found.note
@@ -149,7 +149,7 @@ def test_what_ran_when_a_dump_began_that_came_to_nothing_runs_on(
     leave_log(temporary, job.pid)
     if not is_same:
         operation.running = [(job.pid, operation.running[0][1] + 1)]
-    driver.lock(job.pid, 1000)
+    driver.lock(job.pid, 30_000)
     found = settled(operation)
     state = driver.get_state(job.pid)
     assert state is (ProcessState.RUNNING if is_same else ProcessState.LOCKED)
@@ -180,7 +180,7 @@ def test_who_was_locked_without_the_dump_stays_so(
         leave_log(temporary, job.pid * 10)
     elif left == "a file":
         (images / "gpustasis-arena").touch()
-    driver.lock(job.pid, 1000)
+    driver.lock(job.pid, 30_000)
     note = settled(operation).note
     if left == "a file":
         assert driver.get_state(job.pid) is ProcessState.RUNNING
@@ -231,13 +231,13 @@ def test_who_does_not_answer_keeps_nobody_from_being_written_down(
     silent, job, late = gpu_generations(), gpu_generations(), gpu_generations()
     pids = (silent.pid, job.pid, late.pid)
     monkeypatch.setattr("gpustasis.agent.work.tree_pids", lambda _: pids)
-    monkeypatch.setattr("gpustasis.agent.work.ANSWER_S", 0.5)
+    monkeypatch.setattr("gpustasis.agent.work.ANSWER_S", 3.0)
     asked, ask, goes_on = list[int](), driver.get_state, threading.Event()
 
     def answer(pid: int) -> ProcessState:
         asked.append(pid)
         if pid == silent.pid:
-            goes_on.wait(10.0)
+            goes_on.wait(60.0)
         return ask(pid)
 
     monkeypatch.setattr(driver, "get_state", answer)
@@ -247,7 +247,7 @@ def test_who_does_not_answer_keeps_nobody_from_being_written_down(
     assert f"may stay locked: {silent.pid}\n" in caplog.text
     caplog.clear()
     asked.clear()
-    monkeypatch.setattr("gpustasis.agent.work._ASK_S", 0.2)
+    monkeypatch.setattr("gpustasis.agent.work._ASK_S", 2.0)
     Work(operation, CONFIG, None)._note_running(job.pid)
     assert asked == [silent.pid] and operation.running == []
     assert f"may stay locked: {silent.pid} {job.pid} {late.pid}\n" in caplog.text
@@ -258,7 +258,7 @@ def test_what_is_locked_when_a_dump_begins_is_not_written_down(
     gpu_generations: Callable[..., Job], driver: Driver, images: Path
 ) -> None:
     job = gpu_generations()
-    driver.lock(job.pid, 1000)
+    driver.lock(job.pid, 30_000)
     operation = at_work(job, images)
     Work(operation, CONFIG, None)._note_running(job.pid)
     driver.unlock(job.pid)

@@ -30,6 +30,7 @@ from gpustasis.errors import AgentError
 from gpustasis.task import read_task
 from support.agent import Agent, ask
 from support.criu_roots import newest_criu
+from support.faults import await_hit
 from support.job import Job, check_memory
 from support.json_output import check_document
 from support.pids import sleep_as
@@ -226,12 +227,13 @@ def test_a_client_that_goes_away_breaks_nothing(
     agents: Agents, gpu_generations: Generations, emulator: Emulator
 ) -> None:
     agent, job = agents(), gpu_generations()
-    emulator.set("delay_ms", "100")
+    emulator.add_fault("checkpoint", "delay", delay_ms=6000)
     with socket.socket(socket.AF_UNIX) as sock:
         sock.connect(str(agent.socket))
         request = {"version": 1, "do": "checkpoint", "pid": job.pid, "wait": True}
         sock.sendall(json.dumps(request).encode() + b"\n")
         agent.wait_for(lambda: any(one["message"] == "operation begun" for one in agent.lines()))
+        await_hit(emulator)
     with agent.client() as client:
         (asked,) = client.status()["operations"]
         assert asked["state"] == "running"
@@ -244,18 +246,21 @@ def test_a_client_that_goes_away_breaks_nothing(
 def test_cancelling(agents: Agents, gpu_generations: Generations, emulator: Emulator) -> None:
     """One that waits; one that is to end its job and is at work; not one that leaves it running."""
     agent, job = agents(), gpu_generations()
-    emulator.set("delay_ms", "100")
+    emulator.add_fault("checkpoint", "delay", delay_ms=6000)
     with agent.client() as client:
         first = client.checkpoint(pid=job.pid, wait=False)["id"]
         waiting = client.checkpoint(pid=job.pid, wait=False)["id"]
         agent.wait_for_state(first, "running")
+        await_hit(emulator)
         with pytest.raises(AgentError, match="ends by itself"):
             client.cancel(first)
         assert "had not begun" in client.cancel(waiting)["done"]
         assert client.show(waiting)["state"] == "cancelled"
         assert client.show(first, wait=True)["state"] == "done"
+        emulator.add_fault("checkpoint", "delay", delay_ms=6000)
         ending = client.checkpoint(pid=job.pid, stop=True, wait=False)["id"]
         agent.wait_for_state(ending, "running")
+        await_hit(emulator)
         assert "let the job run on" in client.cancel(ending)["done"]
         found = client.show(ending, wait=True)
     assert found["state"] == "failed"
@@ -314,11 +319,12 @@ def test_a_pid_that_got_free_in_the_queue_is_nobody_s(
 ) -> None:
     """The process ends while its request waits, and another one gets its pid."""
     agent, slow, job = agents(), gpu_generations(), plain_job()
-    emulator.set("delay_ms", "150")
+    emulator.add_fault("checkpoint", "delay", delay_ms=6000)
     with agent.client() as client:
         first = client.checkpoint(pid=slow.pid, wait=False)["id"]
         waits = client.checkpoint(pid=job.pid, wait=False)["id"]
         agent.wait_for_state(first, "running")
+        await_hit(emulator)
         job.signal(signal.SIGKILL)
         job.wait()
         with started_as(job.pid):

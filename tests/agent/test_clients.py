@@ -20,7 +20,9 @@ from typing import Any
 import pytest
 
 from gpustasis.agent.server import MAX_CONNECTIONS, MAX_LINE_BYTES, MAX_PER_USER
+from gpustasis.emulator import Emulator
 from support.agent import Agent, as_user, ask, say
+from support.faults import await_hit
 from support.job import Job
 
 Agents = Callable[..., Agent]
@@ -179,21 +181,22 @@ def test_pids_of_another_namespace_are_not_taken_for_ours(agents: Agents) -> Non
 
 
 def test_a_user_has_so_much_of_the_disk_and_the_queue(
-    agents: Agents, nobodys: Job, launch: Callable[..., Job]
+    agents: Agents, nobodys: Job, gpu_generations: Callable[..., Job], emulator: Emulator
 ) -> None:
     agent = agents(f'users = [{NOBODY}]\ndisk_per_user = "1M"\nqueue_per_user = 1\n')
     request = {"do": "checkpoint", "pid": nobodys.pid, "wait": True}
     (refused,) = ask_as(agent, NOBODY, request)
     assert refused["operation"]["state"] == "refused"
     assert "and disk_per_user is 1.0 MiB" in refused["operation"]["error"]
-    busy = launch([Path(PYTHON), "-c", "print('ready', flush=True); import time; time.sleep(99)"])
-    busy.wait_for("ready")
+    busy = gpu_generations()
+    emulator.add_fault("checkpoint", "delay", delay_ms=6000)
     with agent.client() as client:
-        ids = [client.checkpoint(pid=busy.pid, wait=False)["id"] for _ in range(6)]
+        id = client.checkpoint(pid=busy.pid, wait=False)["id"]
+        await_hit(emulator)
         later = request | {"wait": False}
         answers = ask_as(agent, NOBODY, later, later)
         assert f"user {NOBODY} has 1 in the queue already" in message(answers[1])
-        assert client.show(ids[-1], wait=True)["state"] == "done"
+        assert client.show(id, wait=True)["state"] == "done"
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,7 @@ from support.driver_states import driver_of
 from support.faults import await_hit
 from support.job import Job, check_memory, reap_workers
 from support.json_output import check_document
+from support.ports import hold_port, port_of
 
 Agents = Callable[..., Agent]
 Generations = Callable[..., Job]
@@ -266,10 +267,10 @@ def test_a_target_s_pidfile_of_another_user_is_refused(
         assert client.status()["operations"] == []
 
 
-def test_metrics_and_health(agents: Agents) -> None:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
+def test_metrics_and_health(agents: Agents, request: pytest.FixtureRequest) -> None:
+    held = hold_port()
+    request.addfinalizer(held.close)
+    port = port_of(held)
     agent = agents(f"http_port = {port}\n")
     assert agent.get("/healthz")[0] == 200
     assert json.loads(agent.get("/healthz")[1])["healthy"] is True

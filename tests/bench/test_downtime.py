@@ -83,7 +83,7 @@ def tmpfs(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_shapes_are_measured(part: Downtime) -> None:
-    part.scale = 256.0  # one copy down of stock's takes 0.5 s: the load of a machine is no more
+    part.scale = 512.0  # one copy down of stock's takes 1 s: the load of a machine is no more
     part.begin()
     part.measure_shapes(((1, 1), (1, 2), (2, 1)))
     rates = {each.name: RATES[each.rates] for each in part.present}
@@ -95,9 +95,10 @@ def test_shapes_are_measured(part: Downtime) -> None:
         assert set(shape["contenders"]) == set(rates)
         for name, one in shape["contenders"].items():
             turns = tasks if name == STOCK else 1
-            down, up = (4 * MIB / rate * 256 for rate in (rates[name].down, rates[name].up))
+            down, up = (4 * MIB / rate * part.scale for rate in (rates[name].down, rates[name].up))
             assert one["downtime_seconds"] > turns * (down + up)
-            assert one["downtime_seconds"] < one["dump_seconds"]
+            # It ends when the job is seen to run: after criu where the machine is busy.
+            assert one["downtime_seconds"] < one["dump_seconds"] + 0.5
             assert 0 < one["cpu_seconds"] < 20
             assert one["restore_seconds"] > turns * up
             assert ("reading_seconds" in one) == (name != STOCK)
@@ -109,7 +110,7 @@ def test_shapes_are_measured(part: Downtime) -> None:
             hold_ratios(shape, name)
         assert shape["ratios"][STOCK]["downtime_seconds"]["mean"] == 1.0
     # stock's driver works in one task after the other, and in all GPUs of one at once
-    down, up = (4 * MIB / rate * 256 for rate in (rates[STOCK].down, rates[STOCK].up))
+    down, up = (4 * MIB / rate * part.scale for rate in (rates[STOCK].down, rates[STOCK].up))
     stock = {key: each["contenders"][STOCK]["driver_seconds"] for key, each in found.items()}
     assert stock[1, 2] > 2 * (down - CREDIT_S)
     assert down - CREDIT_S < stock[2, 1] < 2 * (down + up - 2 * CREDIT_S)

@@ -27,9 +27,9 @@ from support.driver_states import driver_of
 DIRECT: dict[str, Scalar] = {"gpu_memory": "direct"}
 DRIVER = "615.71.09"
 SLOW: Rates = (0.1, 0.1)  # GB/s of a GPU each way: 16 MiB take 0.17 s
-DELAY_MS = (
-    40  # of each unlock and each end of an operation: phases that are too short to be hit else
-)
+# Of each unlock and each end of an operation: phases that are too short else to be seen, and hit,
+# by one who has to wait for a processor.
+DELAY_MS = 150
 
 CHECKPOINT, FINISH = "checkpoint", "finish"
 # Phases that criu's log tells of, in their order, each with what it holds once the phase has begun.

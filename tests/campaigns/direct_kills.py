@@ -58,7 +58,7 @@ from support.driver_states import driver_of
 # stopped.
 SHAPE = {"mib": 8, "children": 1, "pinned_kib": 64, "registered_kib": 64, "streams": 2}
 _LIMIT = 12  # dumps for each hit that is asked for
-_MEASURED = 5  # dumps
+_MEASURED = 20  # dumps at most
 _USED_EACH = 3  # of dumps that are whole all the same, one in so many is restored
 _REFUSED_EACH = 5  # and of those that are not, one in so many trials is tried
 _STANDS_S = 0.3  # so long what has lost its memory is watched: it would make a step in 20 ms
@@ -201,7 +201,7 @@ def measure(rig: Rig, job: SteadyJob) -> dict[str, float]:
     """The seconds that each phase of an undisturbed dump lasts, at most."""
     spans = dict.fromkeys(PHASES, 0.0)
     shortest = (HANDING_OVER, STORING, STORED, RESTORING, UNLOCKING)
-    for _ in range(_MEASURED):  # one may miss a short phase
+    for _ in range(_MEASURED):  # one may miss a short phase, more so on a busy machine
         for phase, seconds in _measure_one(rig, job).items():
             spans[phase] = max(spans.get(phase, 0.0), seconds)
         if all(spans[phase] > 0 for phase in shortest):

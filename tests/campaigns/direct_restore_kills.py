@@ -29,6 +29,7 @@ VICTIMS = (Victims.CRIU, Victims.WORKER, Victims.BOTH)
 PUT_BACK = "killed while memory was put back"
 _LIMIT = 12  # restores for each hit that is asked for
 _TRIES = 10  # restores for each kill at any moment
+_MEASURED = 20  # restores at most
 
 
 @dataclass(slots=True)
@@ -111,6 +112,17 @@ def _is_asked(checkpoint: damage.Checkpoint) -> bool:
 def _measure(rig: Rig, checkpoint: damage.Checkpoint, output: bytes) -> tuple[float, float]:
     """How long criu runs on when its worker is there, and how long memory is put back meanwhile, in
     a restore that nobody disturbs, which must be exact."""
+    for _ in range(_MEASURED):  # on a busy machine one may not be looked at in time
+        whole_s, seen = _measure_one(rig, checkpoint, output)
+        if seen:
+            return whole_s, seen[-1] - seen[0]
+    raise AssertionError("no restore is ever seen to put memory back")
+
+
+def _measure_one(
+    rig: Rig, checkpoint: damage.Checkpoint, output: bytes
+) -> tuple[float, list[float]]:
+    """And each time at which it was seen that memory is put back."""
     seen: list[float] = []
     criu = _start(rig, checkpoint)
     begin = time.monotonic()
@@ -124,8 +136,7 @@ def _measure(rig: Rig, checkpoint: damage.Checkpoint, output: bytes) -> tuple[fl
     rig.settle(checkpoint.images)
     checkpoint.job.run_on()
     end(checkpoint.job, output)
-    assert seen, "no restore is ever seen to put memory back"
-    return whole_s, seen[-1] - seen[0]
+    return whole_s, seen
 
 
 def _kill(

@@ -98,13 +98,28 @@ def judge(job: SteadyJob, output: bytes, patience_s: float) -> str:
             job.steps()  # some may have been made before it was killed: each was right
             return GONE
         if job.log.read_bytes() != output:
-            time.sleep(SETTLE_S)  # what was killed is gone then
-            if job.alive_pids():
-                job.run_on()
-                return EXACT
-        elif time.monotonic() > deadline:
+            return _judge_running(job)
+        if time.monotonic() > deadline:
             return HALF_MADE
         time.sleep(0.01)
+
+
+def _judge_running(job: SteadyJob) -> str:
+    """One that has made steps."""
+    deadline = time.monotonic() + BUSY_S
+    time.sleep(SETTLE_S)  # what was killed is gone then
+    while job.alive_pids():
+        try:
+            job.run_on()
+        except AssertionError:  # if some have died, the others are perhaps about to
+            if len(job.alive_pids()) == len(job.pids) or time.monotonic() > deadline:
+                raise
+            time.sleep(0.01)
+        else:
+            return EXACT
+    job.reap()
+    job.steps()  # some may have been made before it was killed: each was right
+    return GONE
 
 
 def end(job: SteadyJob, output: bytes) -> None:

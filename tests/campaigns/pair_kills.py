@@ -92,7 +92,7 @@ def run(
     seen: Counter[str] = Counter()
     place = Place(rig, arena, make_older(rig, arena))
     with Jobs(lambda: start_job(rig)) as jobs:
-        spans = measure(place, jobs.get())
+        spans = measure(place, jobs.get(), [*phases, *_EARLY])
         for index in itertools.count():
             pair = min(pairs, key=lambda one: hits[one])
             if hits[pair] >= each and all(seen[phase] for phase in phases):

@@ -25,11 +25,7 @@ from support.ring import WORLD, Ring
 from support.ring_faults import end_all
 from support.ring_stores import RingStore
 
-STEPS = 4000
 EACH_JOB = 3  # faults: so many happen before it has come to its end
-HANG_AFTER_S = 3
-RECOVERED_S = 90.0
-END_S = 120.0
 NEW_KEEPER_S = 2.0  # what supervises keepers takes at most so long
 
 
@@ -40,6 +36,16 @@ class Fault(StrEnum):
     RANK = "a rank killed"
     NODE = "a node killed"
     HANG = "a rank hangs"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """Of a job. recovered_s, end_s: it is waited for so long."""
+
+    steps: int = 4000
+    hang_after_s: int = 3
+    recovered_s: float = 90.0
+    end_s: float = 120.0
 
 
 @dataclass(slots=True)
@@ -56,10 +62,10 @@ def planned(each: int) -> list[Fault]:
 
 
 @contextmanager
-def recovered(place: Place, faults: int) -> Iterator[Recovered]:
+def recovered(place: Place, faults: int, terms: Terms) -> Iterator[Recovered]:
     """A job that was just started."""
-    with place.ring(STEPS) as (ring, store):
-        job = Recovered(ring, store, faults)
+    with place.ring(terms.steps) as (ring, store):
+        job = Recovered(ring, store, faults, terms)
         try:
             job.begin()
             yield job
@@ -70,11 +76,12 @@ def recovered(place: Place, faults: int) -> Iterator[Recovered]:
 class Recovered:
     """A ring, and what happens to it."""
 
-    def __init__(self, ring: Ring, store: RingStore, faults: int) -> None:
+    def __init__(self, ring: Ring, store: RingStore, faults: int, terms: Terms) -> None:
         self.ring = ring
+        self._terms = terms
         self._keys = Keys(ring.name)
         self._client = store.client()
-        self._words = ["--restarts", str(faults), "--hang-after", str(HANG_AFTER_S)]
+        self._words = ["--restarts", str(faults), "--hang-after", str(terms.hang_after_s)]
 
     def begin(self) -> None:
         self.ring.start_all(*self._words)
@@ -119,7 +126,7 @@ class Recovered:
                 ring.start(victim, *self._words, "--standby", command=False)
 
     def _wait_for(self, count: int, what: str) -> Recovery:
-        deadline = time.monotonic() + RECOVERED_S
+        deadline = time.monotonic() + self._terms.recovered_s
         while len(found := all_recoveries(self._client, self._keys)) == count:
             life = find_life(self._client, self._keys)
             assert not life.stage.is_final, f"{what}: {life}\n{self.ring.logs()}"
@@ -134,7 +141,7 @@ class Recovered:
     def end(self, faults: int) -> None:
         """It comes to its end, as an uninterrupted one."""
         ring = self.ring
-        statuses = ring.ends(END_S)
+        statuses = ring.ends(self._terms.end_s)
         assert statuses == [0] * WORLD, f"keepers ended with {statuses}\n{ring.logs()}"
         ring.check_end()
         life = find_life(self._client, self._keys)
@@ -147,7 +154,7 @@ class Recovered:
         end_all(self.ring)
 
 
-def run(place: Place, random: Random, faults: Sequence[Fault]) -> Tally:
+def run(place: Place, random: Random, faults: Sequence[Fault], terms: Terms = Terms()) -> Tally:
     """Each fault that was asked for, of jobs that have some of them each."""
     wanted = list(faults)
     random.shuffle(wanted)
@@ -158,7 +165,7 @@ def run(place: Place, random: Random, faults: Sequence[Fault]) -> Tally:
         tally.counts["trials"] += len(part)
         tally.counts.update(f"{fault}: tried" for fault in part)
         try:
-            with recovered(place, len(part)) as job:
+            with recovered(place, len(part), terms) as job:
                 for fault in part:
                     newest = job.checkpoint()
                     found.seconds[fault].append(job.trial(fault, random, newest))

@@ -27,7 +27,7 @@ from support.pids import await_free
 
 CRIU_TIMEOUT_S = 120.0
 GPU_MEMORY = 256 << 20  # bytes of each emulated GPU
-END_S = 2.0
+END_S = 10.0
 SETTLE_S = 20.0  # a worker left behind has done its work by then
 CONFIG_NAME = "config.toml"
 _DISK_SIZE = 64 << 20

@@ -22,9 +22,9 @@ def job(node: ContainerdNode, request: pytest.FixtureRequest) -> Iterator[Contai
 
 @pytest.fixture
 def slow(node: ContainerdNode) -> Iterator[None]:
-    """The next checkpoint of a GPU process takes 3 s."""
+    """The next checkpoint of a GPU process takes 12 s."""
     fault = ("gpustasis", "emulator", "fault")
-    node.root.run(*fault, "add", "checkpoint", "delay", "--delay-ms", "3000")
+    node.root.run(*fault, "add", "checkpoint", "delay", "--delay-ms", "12000")
     yield
     node.root.run(*fault, "clear")
 

@@ -151,12 +151,12 @@ def test_dead_callers_reply_is_not_taken_for_ones_own(
     emulator_environ: dict[str, str],
 ) -> None:
     job = vectors()
-    emulator.add_fault("lock", "delay", delay_ms=1500)
+    emulator.add_fault("lock", "delay", delay_ms=5000)
     argv = [str(checkpoint_call), "lock", str(job.pid)]
     with subprocess.Popen(argv, env=emulator_environ, stdout=subprocess.PIPE) as dying:
         await_hit(emulator)
         dying.kill()
-    time.sleep(3)  # the target has locked, and answered nobody
+    time.sleep(8)  # the target has locked, and answered nobody
     assert caller("checkpoint", job.pid)[0] == SUCCESS
     assert caller("state", job.pid) == (SUCCESS, CHECKPOINTED)
 
@@ -193,12 +193,12 @@ def test_desynchronised_driver_hands_out_old_replies(
 ) -> None:
     emulator.set("desync", "1")
     job = vectors()
-    emulator.add_fault("checkpoint", "delay", delay_ms=1500)
+    emulator.add_fault("checkpoint", "delay", delay_ms=5000)
     argv = [str(checkpoint_call), "checkpoint", str(job.pid)]
     with subprocess.Popen(argv, env=emulator_environ, stdout=subprocess.PIPE) as dying:
         await_hit(emulator)
         dying.kill()
-    time.sleep(3)
+    time.sleep(8)
     assert caller("lock", job.pid)[0] == 401  # the dead caller's: it was not locked
 
 

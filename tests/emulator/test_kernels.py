@@ -49,11 +49,11 @@ def test_kernels_go_on_after_checkpoints(
 def test_lock_waits_for_what_was_launched(
     launch_cuda: Callable[..., Job], compile_cuda: Callable[..., Path], kernels: Path, caller: Call
 ) -> None:
-    job = launch_cuda([compile_cuda(PROGRAMS / "launch_one.c"), kernels, "sleep_ms", "1500"])
+    job = launch_cuda([compile_cuda(PROGRAMS / "launch_one.c"), kernels, "sleep_ms", "5000"])
     job.wait_for("launched")
     assert caller("lock", job.pid, 100)[0] == 600
     assert caller("state", job.pid) == (0, 0)
-    assert caller("lock", job.pid, 10000)[0] == 0
+    assert caller("lock", job.pid, 30000)[0] == 0
     assert caller("checkpoint", job.pid)[0] == 0
     assert caller("restore", job.pid, "init")[0] == 0
     assert caller("unlock", job.pid)[0] == 0

@@ -83,8 +83,26 @@ class Example:
         assert int(pid) > FIRST_PID
         return log.read_text().splitlines()
 
+    def go_on(self, kinds: tuple[str, ...], *variables: str) -> list[str]:
+        """Start it again, and let what was stopped, of processes(*variables), run on once it is
+        restored. What it wrote since."""
+        log = self._root.path(f"{self.folder}/second.log")
+        with log.open("w") as out, log.with_name("second.err").open("w") as err:
+            shell = self._root.start(
+                *self.command(*kinds), environ=self._environ, stdout=out, stderr=err
+            )
+        deadline = time.monotonic() + TIMEOUT_S
+        while "goes on, restored from" not in log.with_name("second.err").read_text():
+            assert time.monotonic() < deadline and shell.poll() is None
+            time.sleep(POLL_S)
+        (stopped,) = self.processes(*variables)
+        assert log.read_text() == ""  # the step that was cut in two is not done yet
+        os.kill(stopped, signal.SIGCONT)  # it is stopped, as it was
+        assert shell.wait(TIMEOUT_S) == 0, log.with_name("second.err").read_text()
+        return log.read_text().splitlines()
+
     def processes(self, *variables: str) -> list[int]:
-        """Of this root, those that run train.py with these in their environment."""
+        """Of this root, those that are train.py, with these in their environment."""
         inside = os.stat(f"/proc/{self._root.init}/ns/pid")
         found = []
         for entry in Path("/proc").glob("[0-9]*"):
@@ -92,7 +110,7 @@ class Example:
                 words = (entry / "cmdline").read_bytes().split(b"\0")
                 environ = (entry / "environ").read_bytes().split(b"\0")
                 if (
-                    b"train.py" in words
+                    b"train.py" in words[1:3]  # its supervisor's come after its own options
                     and all(word.encode() in environ for word in variables)
                     and os.path.samestat(os.stat(entry / "ns/pid"), inside)
                 ):
@@ -134,20 +152,7 @@ def test_ddp(root: EngineRoot, repository: Path) -> None:
     first = example.interrupt(("debian", "start"), stop_rank_1)
     assert 5 <= len(first) < 400 and first == whole[: len(first)]
 
-    log = root.path(f"{example.folder}/second.log")
-    with log.open("w") as out, log.with_name("second.err").open("w") as err:
-        shell = root.start(
-            *example.command("debian", "start"), environ=example._environ, stdout=out, stderr=err
-        )
-    deadline = time.monotonic() + TIMEOUT_S
-    while "goes on, restored from" not in log.with_name("second.err").read_text():
-        assert time.monotonic() < deadline and shell.poll() is None
-        time.sleep(POLL_S)
-    (rank_1,) = example.processes("RANK=1")
-    assert log.read_text() == ""  # the step that was cut in two is not done yet
-    os.kill(rank_1, signal.SIGCONT)  # it is stopped, as it was
-    assert shell.wait(TIMEOUT_S) == 0, log.with_name("second.err").read_text()
-    assert first + log.read_text().splitlines() == whole
+    assert first + example.go_on(("debian", "start"), "RANK=1") == whole
 
 
 def processor_time(pid: int) -> int:
@@ -172,14 +177,16 @@ def test_trainer(root: EngineRoot, repository: Path) -> None:
 
     def half_a_step(log: Path) -> None:
         await_line(log, "'loss'")
+        (trainer,) = example.processes()
         begin = time.monotonic()
         while log.read_text().count("'loss'") < 6:
             time.sleep(POLL_S / 10)
         time.sleep((time.monotonic() - begin) / 10)
+        os.kill(trainer, signal.SIGSTOP)  # it may be through before it is asked to end
 
     first = told(example.interrupt(("start",), half_a_step))
     assert 6 <= len(first) < 200 and first == whole[: len(first)]
-    assert first + told(example.run("start")) == whole
+    assert first + told(example.go_on(("start",))) == whole
 
 
 def told(lines: list[str]) -> list[str]:

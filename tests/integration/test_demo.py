@@ -94,10 +94,11 @@ def on_emulator(emulator_environ: dict[str, str], monkeypatch: pytest.MonkeyPatc
 @pytest.mark.usefixtures("on_emulator")
 def test_one_wrong_bit_of_one_loss_is_told(programs: Path, tmp_path: Path) -> None:
     demo = small_demo(programs, tmp_path / "work")
-    reference = demo.reference(300)
+    # Two thirds of the steps are left when criu is started: on a busy machine few are done by then.
+    reference = demo.reference(450)
     raw = copy.deepcopy(reference.raw)
-    mantissa, exponent = raw["losses"][200].split("p")
-    raw["losses"][200] = f"{mantissa}1p{exponent}"
+    mantissa, exponent = raw["losses"][300].split("p")
+    raw["losses"][300] = f"{mantissa}1p{exponent}"
     assert demo.trip("altered", Result(raw=raw), {}).exact is False
     assert demo.trip("true", reference, {}).exact is True
 

@@ -38,6 +38,7 @@ from support.direct_memory import (
 from support.driver_states import driver_of
 
 TIMEOUT_S = 40.0
+NEVER_DONE = 0.001  # GB/s: 64 MiB take 67 s, and whoever copies them dies before
 RECORDS = Path("/run/gpustasis")
 
 
@@ -91,7 +92,7 @@ def test_criu_dies_while_memory_is_on_its_way_back(slow_rig: Rig) -> None:
 def test_the_worker_dies_and_what_it_held_is_lost_and_never_run_with(slow_rig: Rig) -> None:
     """The emulator's contract, which no documentation gives: the mapping goes with the caller."""
     rig = slow_rig
-    slow_down(rig, "d2h")
+    slow_down(rig, "d2h", NEVER_DONE)
     with rig.job(mib=64) as job:
         with handed_over(rig, job) as (criu, images, worker):
             steps = job.steps()
@@ -215,7 +216,7 @@ def test_the_worker_dies_when_the_image_is_complete_and_criu_brings_the_job_back
 def test_the_worker_dies_while_memory_is_on_its_way_back(slow_rig: Rig) -> None:
     """The checkpoint is whole: the job comes back out of it."""
     rig = slow_rig
-    slow_down(rig, "h2d")
+    slow_down(rig, "h2d", NEVER_DONE)
     with rig.job(mib=64) as job:
         images = rig.images()
         criu = rig.start(rig.dump_words(job, images, ["--leave-running"]))
@@ -259,7 +260,7 @@ def test_storage_fails_midway_and_the_memory_is_kept_in_memory(
 
 def test_storage_and_memory_fail_and_it_stays_on_the_gpu_until_one_works(slow_rig: Rig) -> None:
     rig = slow_rig
-    slow_down(rig, "d2h")
+    slow_down(rig, "d2h", 0.02)
     with rig.job(mib=64) as job:
         with handed_over(rig, job) as (criu, images, worker):
             steps = job.steps()

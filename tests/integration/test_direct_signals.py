@@ -34,7 +34,7 @@ def test_who_asks_the_worker_to_end_loses_nothing(slow_rig: Rig, number: int) ->
     """As whoever stops the service does that criu runs in."""
     rig = slow_rig
     slow_down(rig, "d2h")
-    with rig.job(mib=32) as job:
+    with rig.job(mib=64) as job:
         with handed_over(rig, job, "--leave-running") as (criu, images, worker):
             os.kill(worker, number)
             assert criu.wait(TIMEOUT_S) == 0, log_path(images, "dump").read_text(errors="replace")
@@ -44,7 +44,7 @@ def test_who_asks_the_worker_to_end_loses_nothing(slow_rig: Rig, number: int) ->
 
 def test_who_interrupts_recover_loses_nothing(slow_rig: Rig) -> None:
     rig = slow_rig
-    with rig.job(mib=32) as job:
+    with rig.job(mib=64) as job:
         images = rig.images()
         break_off(rig, job, images)
         slow_down(rig, "h2d")

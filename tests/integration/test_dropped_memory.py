@@ -21,7 +21,7 @@ import pytest
 from campaigns.rig import Rig, log_path
 from campaigns.steady_job import SteadyJob, restore_thread
 from gpustasis._core import ChunkInfo, Encoding, ImageReader, find_drop_record, image_name
-from gpustasis.diagnosis import Status, host
+from gpustasis.diagnosis import Finding, Status, host
 from gpustasis.recovery import GUARDIAN_COMM, WORKER_COMM
 from gpustasis.task import find_users
 from support.broken_dumps import TIMEOUT_S, break_off, dump_and_stop, recover
@@ -311,7 +311,8 @@ def test_a_job_that_may_not_make_a_userfaultfd_is_guarded_as_well(
         assert dumped.status == 0, dumped.errors
         task = json.loads((images / "gpustasis-dump.json").read_text())["tasks"][0]
         assert task["not_guarded_because"] == ""
-        assert SETTING.read_text() == "0\n"
+        # Dumps of other tests raise it for a moment.
+        wait_until(lambda: SETTING.read_text() == "0\n")
         job.run_on()
 
 
@@ -356,17 +357,28 @@ def restricted_job(
         yield job
 
 
+def raise_setting() -> Finding:
+    """As a dump that is killed then leaves it; what is found. What other tests have broken off may
+    set it back at any moment: then it is raised again."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while True:
+        RAISED.write_text("1\n")
+        SETTING.write_text("1\n")
+        found = host.check_dropped_memory()[0]
+        if found.status is Status.PROBLEM:
+            return found
+        assert time.monotonic() < deadline, f"raised, and found is {found}"
+
+
 def test_a_setting_that_a_killed_dump_has_raised_is_seen_and_set_back(newest_rig: Rig) -> None:
     with newest_rig.job(mib=4) as job:
         images = newest_rig.images()
         kill_criu = dump_and_stop(newest_rig, job, images)
-        RAISED.write_text("1\n")
-        SETTING.write_text("1\n")
-        found = host.check_dropped_memory()[0]
+        found = raise_setting()
         kill_criu()
-        assert found.status is Status.PROBLEM
         assert found.remedy == "sysctl vm.unprivileged_userfaultfd=0"
         newest_rig.settle(images)
-        assert SETTING.read_text() == "0\n"
-        assert host.check_dropped_memory()[0].status is Status.OK
+        # Dumps of other tests raise it as well, for a moment, and some of them are killed then.
+        wait_until(lambda: SETTING.read_text() == "0\n")
+        wait_until(lambda: host.check_dropped_memory()[0].status is Status.OK)
         job.run_on()

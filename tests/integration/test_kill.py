@@ -16,9 +16,8 @@ import pytest
 from campaigns import kill_points, kill_restore
 from campaigns.kill_points import require_kills
 from campaigns.rig import Rig, lasting_workers, log_path
-from campaigns.steady_job import process_state
+from campaigns.steady_job import SteadyJob, is_alive, process_state
 from campaigns.tampering import sealed_for
-from gpustasis.criu.images import INVENTORY_NAME
 from gpustasis.criu.plugin import Setting
 from support.certificates import Pair
 from support.cpu_memory import OURS
@@ -87,41 +86,50 @@ def test_the_job_dies_during_its_dump(rig: Rig) -> None:
 
 
 def dies_during_its_dump(rig: Rig, mark: str, which: Sequence[int]) -> bool:
-    """False: criu was done before it could be stopped."""
+    """False: criu was done with the tasks before it could be stopped."""
     with rig.job(mib=8, children=1) as job:
         images = rig.images()
         criu = rig.start(rig.dump_words(job, images))
         log = log_path(images, "dump")
         while criu.poll() is None and not (log.exists() and mark in log.read_text()):
             time.sleep(0.001)
-        if not is_stopped_in_time(criu, images):  # or it may be done before they are killed
+        if not is_stopped_in_time(criu, images, job):  # or it is done before they are killed
             criu.send_signal(signal.SIGCONT)
             assert criu.wait(30) == 0, log.read_text()[-2000:]
             rig.settle(images)
             return False
         for number in which:
             os.kill(job.pids[number], signal.SIGKILL)
+        await_end(job.pids if 0 in which else job.pids[1:])  # a child ends with its parent
         criu.send_signal(signal.SIGCONT)
         assert criu.wait(30) != 0, "criu says it dumped a dead tree"
         rig.settle(images)
         assert lasting_workers(images) == []
-        if job.alive():
+        if 0 in which:
+            job.wait()
+        else:
             job.pids = (job.pid,)
             job.run_on()  # the one that is left
-        else:
-            job.wait()
         assert all(process_state(pid) != "t" for pid in job.pids)
     return True
 
 
-def is_stopped_in_time(criu: subprocess.Popen[bytes], images: Path) -> bool:
-    """Stop it. Whether it has not written its last image by then."""
+def await_end(pids: Sequence[int]) -> None:
+    """A signal is not there at once: criu must not be quicker."""
+    deadline = time.monotonic() + 30
+    while left := [pid for pid in pids if is_alive(pid)]:
+        assert time.monotonic() < deadline, f"killed, and still there: {left}"
+        time.sleep(0.001)
+
+
+def is_stopped_in_time(criu: subprocess.Popen[bytes], images: Path, job: SteadyJob) -> bool:
+    """Stop it. Whether it has the last task still to dump: afterwards it needs none of them."""
     criu.send_signal(signal.SIGSTOP)
     deadline = time.monotonic() + 30
     while (state := process_state(criu.pid)) not in {"T", "Z", ""}:
         assert time.monotonic() < deadline, f"criu does not stop, its state is {state!r}"
         time.sleep(0.001)
-    return state == "T" and not (images / INVENTORY_NAME).exists()
+    return state == "T" and not (images / f"core-{job.pids[-1]}.img").exists()
 
 
 def test_a_restore_that_breaks_off_leaves_nothing_that_runs_wrong(newest_rig: Rig) -> None:

@@ -88,17 +88,17 @@ def test_a_chain_of_local_checkpoints_is_drained_from_its_last(
     newest_rig: Rig, arena: Path
 ) -> None:
     rig = newest_rig
+    small = ram(arena, chunk_size=4096)  # on a busy host the job gets around to all large ones
     with rig.job(mib=16, children=1) as job:
-        chain = [dump(rig, job, "--leave-running", **ram(arena))]
+        chain = [dump(rig, job, "--leave-running", **small)]
         for _ in range(2):
             job.run_on()
-            config = ram(arena, parent=str(chain[-1]))
-            chain.append(dump(rig, job, "--leave-running", **config))
+            chain.append(dump(rig, job, "--leave-running", **small, parent=str(chain[-1])))
             link = stored_directory(chain[-1]) / PARENT_LINK
             assert link.readlink() == Path("..") / stored_directory(chain[-2]).name
             assert statistics(chain[-1])["tasks"][0]["ref"]["chunks"] > 0
         job.run_on()
-        last = dump(rig, job, **ram(arena, parent=str(chain[-1])))
+        last = dump(rig, job, **small, parent=str(chain[-1]))
         job.wait()
         assert len(look_into(arena).kept) == 4
 
@@ -162,9 +162,10 @@ def test_what_drained_files_have_is_written_into_again(newest_rig: Rig, arena: P
 def test_a_wait_ends_when_the_dump_has(newest_rig: Rig, arena: Path) -> None:
     """All files are there when criu runs the script, and the dump may fail yet."""
     rig = newest_rig
-    script, ended = rig.scratch / "slow.sh", rig.scratch / "ended"
+    script, seen, ended = (rig.scratch / name for name in ("slow.sh", "seen", "ended"))
     script.write_text(
-        f'#!/bin/sh\n[ "$CRTOOLS_SCRIPT_ACTION" != post-dump ] || {{ sleep 1; touch {ended}; }}\n'
+        '#!/bin/sh\n[ "$CRTOOLS_SCRIPT_ACTION" = post-dump ] || exit 0\n'
+        f"while [ ! -e {seen} ] && kill -0 $PPID; do sleep 0.1; done; sleep 1; touch {ended}\n"
     )
     script.chmod(0o755)
     images = rig.images()
@@ -173,7 +174,9 @@ def test_a_wait_ends_when_the_dump_has(newest_rig: Rig, arena: Path) -> None:
         dumped = pool.submit(rig.dump, job, images, *words, config=ram(arena))
         while not (images / ARENA_MARKER).exists() and not dumped.done():
             time.sleep(0.01)
-        assert wait_for(images, Tier.LOCAL, 0) is None
+        found = wait_for(images, Tier.LOCAL, 0)
+        seen.touch()  # the script ends
+        assert found is None
         assert wait_for(images, Tier.LOCAL, 60) == Tier.LOCAL
         assert ended.exists()
         assert dumped.result().status == 0

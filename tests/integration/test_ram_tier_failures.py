@@ -55,7 +55,7 @@ def drain_at_work(rig: Rig, images: Path, rate: str) -> Iterator[subprocess.Pope
 @contextmanager
 def stopped_drain(rig: Rig, images: Path) -> Iterator[None]:
     """A drain that stands still in the middle of an image, and comes to its end after the block."""
-    with drain_at_work(rig, images, "4M") as at_work:
+    with drain_at_work(rig, images, "1M") as at_work:
         at_work.send_signal(signal.SIGSTOP)
         assert parts(images)
         yield
@@ -87,8 +87,8 @@ def test_a_drain_that_is_killed_leaves_it_local_or_durable(newest_rig: Rig, aren
     with rig.job(mib=32, children=1) as job:
         for _ in range(KILLS):
             images = dump(rig, job, "--leave-running", **ram(arena))
-            with drain_at_work(rig, images, "32M") as killed:
-                time.sleep(moments.uniform(0, 0.5))
+            with drain_at_work(rig, images, "4M") as killed:
+                time.sleep(moments.uniform(0, 4))  # it takes some more than four seconds
                 killed.kill()
             midway += bool(parts(images))
             states.add(tier_of(images))

@@ -212,8 +212,9 @@ def test_the_children_of_criu_leave_the_lock_alone(newest_rig: Rig) -> None:
     program.chmod(0o755)
     script, seen = rig.scratch / "script", rig.scratch / "seen"
     script.write_text(
-        "#!/bin/sh\n"
-        f'[ "$CRTOOLS_SCRIPT_ACTION" != post-dump ] || cat /run/gpustasis/dumping/* >{seen}\n'
+        '#!/bin/sh\n[ "$CRTOOLS_SCRIPT_ACTION" = post-dump ] || exit 0\n'
+        f"cat /run/gpustasis/dumping/* >{seen} 2>/dev/null\n"
+        "exit 0\n"  # a file of another dump of this host may be gone when it is opened
     )
     script.chmod(0o755)
     with rig.job(mib=4) as beside, ExitStack() as stack:

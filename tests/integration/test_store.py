@@ -160,6 +160,7 @@ def test_a_dump_holds_on_to_its_parent_while_somebody_prunes(newest_rig: Rig) ->
             place.mkdir()
             assert rig.dump(job, place, "--leave-running").status == 0
         images.mkdir()
+        rig.emulator.add_fault("checkpoint", "delay", delay_ms=8000)  # while somebody prunes
         criu = rig.start(rig.dump_words(job, images), {"parent": str(old)})
         log = store / "images.dump.log"
         while "cuda_plugin: parent: " not in (log.read_text() if log.exists() else ""):

@@ -357,7 +357,7 @@ def test_a_receiver_whose_standard_error_is_blocked_holds_up_no_sender(
 ) -> None:
     """One that has nothing to say before the job runs there, and one in which a library says
     something (the emulated driver, of a job with CUDA) and waits for ever: that is a stall."""
-    timeout = ["--stall-timeout", "5"]
+    timeout = ["--stall-timeout", "30" if silent else "5"]
     reading, writing = full_pipe()
     with newest_rig.job(**(PLAIN if silent else {"mib": 4})) as job:
         words = [*PROGRAM, "restore", "-i", "-", "-D", str(tmp_path / "in"), *timeout]

@@ -4,6 +4,7 @@
 etcd         a real etcd-server, one for all tests of a file (support.etcd.EtcdCluster)
 childless    for all: none of this process's children is taken for a keeper's, and ended
 handled      for all: a keeper that has ended ignores signals from then on; this process does not
+journal      the path of the journal of a Server in this process
 new_store    new_store() -> another client of one store, etcd or the local one; tests run with both
 """
 
@@ -13,6 +14,7 @@ import signal
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -22,7 +24,8 @@ from gpustasis.jobs.etcd_words import Access
 from gpustasis.jobs.local import Local
 from gpustasis.jobs.server import Server
 from gpustasis.jobs.store import Store
-from support.etcd import EtcdCluster
+from support.etcd import EtcdCluster, place_of_data
+from support.job_ranks import ANSWER_S
 
 _prefixes = count(1)
 
@@ -51,19 +54,28 @@ def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdCluster]:
         cluster.close()
 
 
+@pytest.fixture
+def journal(tmp_path: Path) -> Iterator[Path]:
+    """In memory: every write is synced, and a disk that is busy would be waited for."""
+    with TemporaryDirectory(prefix="journal-", dir=place_of_data(tmp_path, 1)) as directory:
+        yield Path(directory) / "journal"
+
+
 @pytest.fixture(params=["etcd", "local"])
-def new_store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[], Store]]:
+def new_store(
+    request: pytest.FixtureRequest, tmp_path: Path, journal: Path
+) -> Iterator[Callable[[], Store]]:
     stores: list[Store] = []
     server = None
     if request.param == "local":
-        server = Server(tmp_path / "store", tmp_path / "journal")
+        server = Server(tmp_path / "store", journal)
     else:
         cluster = request.getfixturevalue("etcd")
 
     def new() -> Store:
         store: Store
         if server is not None:
-            store = Local(tmp_path / "store")
+            store = Local(tmp_path / "store", ANSWER_S)
         else:
             store = Etcd(Access(endpoints=cluster.endpoints))
         stores.append(store)

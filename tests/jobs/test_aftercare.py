@@ -193,7 +193,7 @@ def test_what_is_lost_is_tried_once(
 def test_a_keeper_that_ends_stops_a_drain_and_the_checkpoint_is_whole(
     place: Place, arena: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slow = partial(drain, rate=4 << 20, compress=False)  # bytes in a second: it takes 16 s
+    slow = partial(drain, rate=1 << 20, compress=False)  # bytes in a second: it takes 64 s
     monkeypatch.setattr("gpustasis.jobs.aftercare.drain", slow)
     images = place.images(1)
     make_local(images, arena, ("A", "b", "c", "D") * 4000)
@@ -203,7 +203,7 @@ def test_a_keeper_that_ends_stops_a_drain_and_the_checkpoint_is_whole(
     wait_for(lambda: aftercare.is_at(images), "the drain")
     begin = time.monotonic()
     aftercare.close()
-    assert time.monotonic() - begin < 8
+    assert time.monotonic() - begin < 32
     assert not is_durable(images)
     assert content_of(images) == before
     drain(images)

@@ -20,15 +20,16 @@ from gpustasis.jobs.messages import Phase
 from gpustasis.jobs.records import Keys, Plan, phase_text
 from gpustasis.jobs.server import Server
 from gpustasis.jobs.store import Put, Store
+from support.job_ranks import ANSWER_S
 
 KEYS = Keys("train")
 Refusal = Callable[..., str]
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    server = Server(tmp_path / "store", tmp_path / "journal")
-    client = Local(tmp_path / "store")
+def store(tmp_path: Path, journal: Path) -> Iterator[Store]:
+    server = Server(tmp_path / "store", journal)
+    client = Local(tmp_path / "store", ANSWER_S)
     yield client
     client.close()
     server.close()

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -28,7 +29,7 @@ from gpustasis.jobs.records import Keys
 from gpustasis.jobs.server import Server
 from gpustasis.peers.config import Address
 from gpustasis.peers.copies import Copies, Copy
-from support.job_ranks import Proxy
+from support.job_ranks import ANSWER_S, Proxy
 from support.json_output import check_document
 from support.peer_job import WORLD, PeerJob
 from support.peers import HOST, Nodes, make_nodes, serving, write_config
@@ -56,9 +57,10 @@ def job(
     compile_cuda: Callable[..., Path],
     emulator_environ: dict[str, str],
     tmp_path: Path,
+    journal: Path,
 ) -> Iterator[PeerJob]:
     program = compile_cuda(PROGRAMS / "steady_job.c")
-    server = Server(tmp_path / "store", tmp_path / "journal")
+    server = Server(tmp_path / "store", journal)
     with open_new(tmp_path / "config.toml") as file:
         file.write(f'arena = "{arena}"\n'.encode())
     environ = emulator_environ | {
@@ -279,12 +281,30 @@ def test_what_is_lost_in_memory_alone_is_kept_beside_what_is_fetched(
     assert (images.with_name(f"{images.name}.lost-1") / "inventory.img").exists()
 
 
+def kill_between_epochs(job: PeerJob) -> None:
+    """Whoever has the clock stands while it is looked at, and begins none."""
+
+    def is_settled() -> bool:
+        keeper = job.keepers[0]
+        assert keeper is not None
+        keeper.send_signal(signal.SIGSTOP)
+        shown = check_document(job.job("list", "--json").stdout, "job list")["epochs"][-1]
+        if (shown["state"], shown["settled"]) == ("committed", WORLD):
+            return True
+        keeper.send_signal(signal.SIGCONT)
+        time.sleep(0.3)  # it gets on
+        return False
+
+    job.wait(is_settled)
+    job.kill_all()
+
+
 def test_dumps_in_between_are_built_on_others_wherever_these_are(
     job: PeerJob, copies: Copies
 ) -> None:
     job.start_all("--restore-newest", "--interval", "2s", "--max-chain", "8")
     job.wait(lambda: "epoch 4: committed" in job.log(0))
-    job.kill_all()
+    kill_between_epochs(job)
     shown = [job.records(epoch) for epoch in range(1, 5)]
     for older, newer in pairwise(shown):
         assert [one["parent"] for one in newer] == [one["id"] for one in older]
@@ -305,7 +325,7 @@ def test_the_next_keeper_drains_what_one_that_was_killed_has_left(
     job.wait(lambda: all(job.steps(rank) for rank in range(WORLD)))
     job.checkpoint("--leave-running")
     job.wait(lambda: job.is_durable(1))
-    store, record = Local(tmp_path / "store"), Keys(job.name).record(2, 1)
+    store, record = Local(tmp_path / "store", ANSWER_S), Keys(job.name).record(2, 1)
 
     def kill() -> None:
         """The other rank's keeper, whose record is in the store."""

@@ -27,7 +27,7 @@ from gpustasis.jobs.store import Put
 from gpustasis.jobs.visits import EnginesCriu, Visit, Visits
 from gpustasis.jobs.work import Order
 from gpustasis.task import read_task
-from support.job_ranks import namespace, tables, wait_for
+from support.job_ranks import ANSWER_S, namespace, tables, wait_for
 from support.packet_filters import put_nft
 
 KEYS = Keys("job")
@@ -37,9 +37,9 @@ Start = Callable[[], subprocess.Popen[bytes]]
 
 
 @pytest.fixture
-def context(tmp_path: Path) -> Iterator[Context]:
-    server = Server(tmp_path / "store", tmp_path / "journal")
-    store = Local(tmp_path / "store")
+def context(tmp_path: Path, journal: Path) -> Iterator[Context]:
+    server = Server(tmp_path / "store", journal)
+    store = Local(tmp_path / "store", ANSWER_S)
     place = place_of("job", 0, tmp_path / "kept", tmp_path / "run")
     place.make()
     yield Context(place, 1, store, KEYS, Options(criu=NO_CRIU))

@@ -19,7 +19,7 @@ from gpustasis.jobs.records import Keys, Plan, phase_text
 from gpustasis.jobs.seat import Seat
 from gpustasis.jobs.server import Server
 from gpustasis.jobs.store import MAX_VALUE_BYTES, Put, Snapshot
-from support.job_ranks import wait_for
+from support.job_ranks import ANSWER_S, wait_for
 
 KEYS = Keys("job")
 SETTINGS = Settings(limits=Limits(lock_network_s=5), ttl_s=4, store_s=2)
@@ -84,15 +84,15 @@ class Late(Local):
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
-    server = Server(tmp_path / "store", tmp_path / "journal")
+def server(tmp_path: Path, journal: Path) -> Iterator[Server]:
+    server = Server(tmp_path / "store", journal)
     yield server
     server.close()
 
 
 @pytest.fixture
 def store(server: Server, tmp_path: Path) -> Iterator[Late]:
-    store = Late(tmp_path / "store")
+    store = Late(tmp_path / "store", ANSWER_S)
     yield store
     store.close()
 
@@ -155,12 +155,12 @@ def test_a_store_that_answers_and_takes_nothing_does_not_leave_a_rank_locked(
     server: Server, tmp_path: Path
 ) -> None:
     ranks = [Tasks(), Tasks(hold="lock-network")]
-    stores = [Local(tmp_path / "store") for _ in ranks]
+    stores = [Local(tmp_path / "store", ANSWER_S) for _ in ranks]
     keepers = [keeper_of(stores[rank], rank, 2, tasks) for rank, tasks in enumerate(ranks)]
     threads = [threading.Thread(target=take_part, args=(keeper,)) for keeper in keepers]
     for thread in threads:
         thread.start()
-    store = Local(tmp_path / "store")
+    store = Local(tmp_path / "store", ANSWER_S)
     number = epochs.begin(store, KEYS, Plan(world=2, leave_running=True))
     wait_for(lambda: all("lock-network" in tasks.done for tasks in ranks), "locks")
     whole, server.tree._file = server.tree._file, open("/dev/full", "ab", buffering=0)  # noqa: SIM115
@@ -190,7 +190,7 @@ def test_what_the_lead_was_told_outlasts_an_older_reading(store: Late, tmp_path:
     number = epochs.begin(store, KEYS, Plan(world=2, leave_running=True))
     lead, epoch = joined(store, 0, 2, number)
     lead.write(Report(epoch.revision, Step.READY))
-    other_store = Local(tmp_path / "store")
+    other_store = Local(tmp_path / "store", ANSWER_S)
     other, _ = joined(other_store, 1, 2, number)
     found = lead.read()
     (watch,) = lead.watches(found.revision)

@@ -21,13 +21,14 @@ from gpustasis.jobs.seat import Seat
 from gpustasis.jobs.server import Server
 from gpustasis.jobs.store import LeaseGone, Snapshot, Unreachable, WatchLost
 from jobs.test_keeper import KEYS, SETTINGS, Tasks, server  # noqa: F401 - a fixture
+from support.job_ranks import ANSWER_S
 
 
 class Failing(Local):
     """A store that does not answer what `fails` names; `asked`: all that it was asked."""
 
     def __init__(self, place: Path) -> None:
-        super().__init__(place)
+        super().__init__(place, ANSWER_S)
         self.asked: list[str] = []
         self.kept_at = 0.0  # that a lease was asked for, or kept
         self.fails: set[str] = set()

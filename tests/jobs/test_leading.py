@@ -277,20 +277,20 @@ def test_a_fence_holds_in_the_life_that_it_was_said_in(
 
 def test_a_store_that_was_away_has_not_lost_a_rank(keepers: Keepers) -> None:  # noqa: F811
     """A lease that has ended while nobody could keep it says nothing of its rank."""
-    lead = lead_of(keepers)
+    lead = Leading(keepers.store, keepers.keys, 100, keepers.said.append)  # lost after 50 s
     keepers.start(1).say(1, Way.HERE)
     life = keepers.life()
     keepers.open.close()
     lead.turn(life)
-    lead._missing = {rank: since - 4 for rank, since in lead._missing.items()}
+    lead._missing = {rank: since - 40 for rank, since in lead._missing.items()}
     lead.forget()
     lead._looked = -1e9
     lead.turn(life)
-    lead._missing = {rank: since - 4 for rank, since in lead._missing.items()}
+    lead._missing = {rank: since - 40 for rank, since in lead._missing.items()}
     lead._looked = -1e9
     lead.turn(life)
     assert keepers.life().stage is Stage.RUNS
-    lead._missing = {rank: since - 2 for rank, since in lead._missing.items()}
+    lead._missing = {rank: since - 20 for rank, since in lead._missing.items()}
     lead._looked = -1e9
     lead.turn(life)
     assert keepers.life().stage is Stage.STOPS

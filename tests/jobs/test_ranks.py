@@ -158,9 +158,9 @@ def test_the_next_keeper_finds_the_tasks_as_they_were_left(ring: Ring, emulator:
     assert ring.ends() == [0] * WORLD
 
 
-def test_one_host_needs_no_etcd(ring: Ring) -> None:
+def test_one_host_needs_no_etcd(ring: Ring, journal: Path) -> None:
     """The same with the store for one host. A rank that ends is reported with its own status."""
-    server = Server(ring.directory / "store", ring.directory / "journal")
+    server = Server(ring.directory / "store", journal)
     try:
         ring.store = ["--store", str(ring.directory / "store")]
         ring.start_all("--json")

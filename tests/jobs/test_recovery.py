@@ -21,6 +21,8 @@ from support.ring import WORLD, Ring, reap
 # LONG: of a job that does not come to its end in a test. LATER: that has a way to go after programs
 # were started beside it.
 STEPS, LATER, LONG = 3000, 5000, 100_000
+# Connections that were locked for some seconds may stand still for some more: that is no hang.
+HANGS = ("--hang-after", "12")
 
 
 def begun(ring: Ring, *words: str, steps: int = STEPS) -> None:  # noqa: F811
@@ -183,15 +185,16 @@ def test_a_standby_takes_over_from_a_keeper_that_is_killed(ring: Ring) -> None: 
     assert (found["state"], found["restarts"]) == ("done", 0)
 
 
+@pytest.mark.timeout(900)
 def test_a_hanging_job_leaves_evidence_and_goes_on(ring: Ring) -> None:  # noqa: F811
-    begun(ring, "--restarts", "1", "--hang-after", "3", "--evidence", steps=LATER)
+    begun(ring, "--restarts", "1", *HANGS, "--evidence", steps=LATER)
     os.kill(ring.program_of(1), signal.SIGUSR1)
-    ring.wait(lambda: len(shown(ring)["recoveries"]) == 1)
+    ring.wait(lambda: len(shown(ring)["recoveries"]) == 1, timeout_s=120)
     (recovery,) = shown(ring)["recoveries"]
-    assert "hangs: CPU and GPU are idle and its log is silent for 3 s" in recovery["reason"]
-    assert recovery["unnoticed_s"] >= 3
+    assert "hangs: CPU and GPU are idle and its log is silent for 12 s" in recovery["reason"]
+    assert recovery["unnoticed_s"] >= 12
     assert (recovery["restored"], recovery["epoch"]) == (1, 3)
-    assert ring.ends() == [0] * WORLD, ring.logs()
+    assert ring.ends(240) == [0] * WORLD, ring.logs()
     ring.check_end()
 
     for rank in range(WORLD):
@@ -275,29 +278,31 @@ def test_a_checkpoint_that_does_not_bring_it_back_is_followed_by_the_next_older_
     assert "rank 2 is not back" in listed[1]["note"]
 
 
+@pytest.mark.timeout(900)
 def test_a_checkpoint_of_a_job_that_hung_already_is_not_restored_for_ever(
     ring: Ring,  # noqa: F811
 ) -> None:
     """It was made before anybody had noticed."""
-    begun(ring, "--restarts", "3", "--back-off", "0", "--hang-after", "8")
+    begun(ring, "--restarts", "3", "--back-off", "0", "--hang-after", "25")
     os.kill(ring.program_of(1), signal.SIGUSR1)
     made = ring.job("checkpoint", "--world", str(WORLD), "--leave-running")
     assert made.returncode == 0, made.stderr + ring.logs()
-    assert ring.ends() == [0] * WORLD, ring.logs()
+    assert ring.ends(240) == [0] * WORLD, ring.logs()
     ring.check_end()
     assert [one["restored"] for one in shown(ring)["recoveries"]] == [2, 1]
     listed = check_document(ring.job("list", "--json").stdout, "job list")["epochs"]
     assert "not verified: the job hung as soon as it was restored" in listed[1]["note"]
 
 
+@pytest.mark.timeout(900)
 def test_a_rank_that_is_stopped_is_restored_without_a_checkpoint_of_it(
     ring: Ring,  # noqa: F811
 ) -> None:
     """By a debugger, say: the driver answers nothing about it."""
-    begun(ring, "--restarts", "1", "--hang-after", "3", "--evidence", steps=LATER)
+    begun(ring, "--restarts", "1", *HANGS, "--evidence", steps=LATER)
     os.kill(ring.program_of(1), signal.SIGSTOP)
-    ring.wait(lambda: len(shown(ring)["recoveries"]) == 1)
-    assert ring.ends() == [0] * WORLD, ring.logs()
+    ring.wait(lambda: len(shown(ring)["recoveries"]) == 1, timeout_s=120)
+    assert ring.ends(240) == [0] * WORLD, ring.logs()
     ring.check_end()
     listed = check_document(ring.job("list", "--json").stdout, "job list")["epochs"]
     assert [one["state"] for one in listed] == ["committed", "aborted", "committed"]

@@ -159,13 +159,14 @@ def test_whoever_stands_by_waits_for_a_store_that_is_away(
     context: Context,  # noqa: F811
     server: Server,  # noqa: F811
     tmp_path: Path,
+    journal: Path,
 ) -> None:
     server.close()
     server.close = lambda: None  # type: ignore[method-assign]  # it is
     back: list[Server] = []
 
     def come_back() -> None:
-        back.append(Server(tmp_path / "store", tmp_path / "journal"))
+        back.append(Server(tmp_path / "store", journal))
 
     timer = threading.Timer(1.0, come_back)
     timer.start()

@@ -17,6 +17,7 @@ from jobs.test_commit_at import (
     nodes,  # noqa: F401 - fixture
     of_rank,
 )
+from support.job_ranks import ANSWER_S
 from support.peer_job import WORLD, PeerJob
 
 
@@ -29,7 +30,7 @@ def test_what_an_aborted_epoch_has_left_goes_when_the_nodes_were_started_anew(
     job.wait(lambda: all(job.steps(rank) for rank in range(WORLD)))
     job.checkpoint("--leave-running")
     job.wait(lambda: job.is_durable(1))
-    store, record = Local(tmp_path / "store"), Keys(job.name).record(2, 1)
+    store, record = Local(tmp_path / "store", ANSWER_S), Keys(job.name).record(2, 1)
 
     killed = threading.Event()
 

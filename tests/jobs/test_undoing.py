@@ -36,7 +36,7 @@ from gpustasis.jobs.work import Order
 from gpustasis.streaming.tree import Tree
 from gpustasis.task import read_task
 from gpustasis.verifying import Check
-from support.job_ranks import state_of, wait_for
+from support.job_ranks import ANSWER_S, state_of, wait_for
 from support.packet_filters import put_nft
 
 KEYS = Keys("job")
@@ -45,15 +45,15 @@ NO_CRIU = Criu(program=Path("/none"), root=None, version=(4, 2), origin="test")
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
-    server = Server(tmp_path / "store", tmp_path / "journal")
+def server(tmp_path: Path, journal: Path) -> Iterator[Server]:
+    server = Server(tmp_path / "store", journal)
     yield server
     server.close()
 
 
 @pytest.fixture
 def context(server: Server, tmp_path: Path) -> Iterator[Context]:
-    store = Local(tmp_path / "store")
+    store = Local(tmp_path / "store", ANSWER_S)
     place = place_of("job", 0, tmp_path / "kept", tmp_path / "run")
     place.make()
     yield Context(place, 1, store, KEYS, Options(criu=NO_CRIU))

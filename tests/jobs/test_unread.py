@@ -28,7 +28,7 @@ from gpustasis.jobs.supervise import Supervisor
 from gpustasis.locked_file import KEEPER_NAME
 from jobs.test_undoing import SETTINGS, context, server  # noqa: F401 - fixtures
 from support.criu_roots import criu_place, newest_criu
-from support.job_ranks import wait_for
+from support.job_ranks import ANSWER_S, wait_for
 from support.json_output import check_document
 
 KEYS = Keys("job")
@@ -78,7 +78,7 @@ def test_a_keeper_looks_after_its_rank_whether_or_not_anybody_reads_what_it_says
     assert keeper.stdout is not None
     assert "output in" in keeper.stdout.readline()
     keeper.stdout.close()
-    store = Local(tmp_path / "store")
+    store = Local(tmp_path / "store", ANSWER_S)
     number = epochs.begin(store, KEYS, Plan(world=2, leave_running=True))
 
     def is_settled() -> bool:

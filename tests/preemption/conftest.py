@@ -5,6 +5,7 @@ environ     the environment of a supervisor, which names that CRIU
 supervise   supervise(*words) -> Supervised: its store is tmp_path/"store"; ends with the test
 slow_criu   slow_criu(dump_s, restore_s) -> that CRIU, which waits so long before it begins; a
             restore makes the file tmp_path/"restoring" first
+unfinished  words for a criu whose dump has no end before it may not write any more
 """
 
 from __future__ import annotations
@@ -41,6 +42,20 @@ def supervise(tmp_path: Path, environ: dict[str, str]) -> Iterator[Supervise]:
         each.close()
     for images in (tmp_path / "store").glob("jit-*"):
         unlock(images)  # of a checkpoint that nobody will restore
+
+
+@pytest.fixture
+def unfinished(tmp_path: Path) -> list[str]:
+    """Whoever breaks a dump off may be late, on a busy machine; this is the last that criu does
+    before it ends the job, and it undoes all when this fails."""
+    script, written = tmp_path / "unfinished", shlex.quote(str(tmp_path / "written"))
+    script.write_text(
+        "#!/bin/sh\n"
+        '[ "$CRTOOLS_SCRIPT_ACTION" = post-dump ] || exit 0\n'
+        f"for each in $(seq 600); do echo >> {written} || exit 1; sleep 0.05; done\n"
+    )
+    script.chmod(0o755)
+    return ["--action-script", str(script)]
 
 
 @pytest.fixture

@@ -50,6 +50,7 @@ def test_a_dump_that_is_broken_off_leaves_gpu_memory_as_it_was(
     gpu_generations: Callable[..., Job],
     emulator_environ: dict[str, str],
     images: Path,
+    unfinished: list[str],
     monkeypatch: pytest.MonkeyPatch,
     after_s: float,
 ) -> None:
@@ -59,6 +60,7 @@ def test_a_dump_that_is_broken_off_leaves_gpu_memory_as_it_was(
     stop = time.monotonic() + after_s
     with pytest.raises(CheckpointError, match="was broken off after"):
         limits = Limits(stop=stop, kill=stop + 60)
-        dump(preferred_criu(), job.pid, images, lambda: limits, criu_words("nftables"))
+        words = [*criu_words("nftables"), *unfinished]
+        dump(preferred_criu(), job.pid, images, lambda: limits, words)
     check_memory(job, 0)
     check_memory(job, 1)

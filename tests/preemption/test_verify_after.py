@@ -16,7 +16,7 @@ import pytest
 from gpustasis import verifying
 from gpustasis.errors import VerificationError
 from gpustasis.verifying import Check, require_verified
-from preemption.test_just_in_time import CHECKPOINTED, PAIR, names, sums
+from preemption.test_just_in_time import CHECKPOINTED, PAIR, ROUNDS, names, sums
 from support.supervised import Supervised, soon
 
 Supervise = Callable[..., Supervised]
@@ -59,7 +59,7 @@ def test_the_job_is_back_once_the_command_has_succeeded(
         f'"$GPUSTASIS_CHECKPOINT" "$@" > {noted}; echo looked',
     )
     odd = "$(touch here); a word"  # no shell sees it
-    words = ("--verify-after", shlex.join([check, odd]), PAIR, 300, 8, 0.02)
+    words = ("--verify-after", shlex.join([check, odd]), PAIR, ROUNDS, 8, 0.02)
     first = supervise(*words)
     checkpointed(first, "\n20 ")
     assert not noted.exists()  # nothing was restored
@@ -73,18 +73,21 @@ def test_the_job_is_back_once_the_command_has_succeeded(
         odd,
     ]
     assert not (tmp_path / "here").exists()
-    assert first.wrote() + second.wrote() == sums(300)  # what it prints is no output of the job's
+    assert first.wrote() + second.wrote() == sums(
+        ROUNDS
+    )  # what it prints is no output of the job's
 
 
 @pytest.mark.parametrize(
-    ("text", "why"), [("exit 7", "status 7"), ("exec sleep 600", "has not ended after 1 s")]
+    ("text", "seconds", "why"),
+    [("exit 7", 60, "status 7"), ("exec sleep 600", 1, "has not ended after 1 s")],
 )
 def test_a_job_that_is_not_verified_is_killed_and_its_checkpoint_stays(
-    supervise: Supervise, tmp_path: Path, text: str, why: str
+    supervise: Supervise, tmp_path: Path, text: str, seconds: int, why: str
 ) -> None:
     job = (PAIR, 5000, 8, 0.02)
     checkpointed(supervise(*job), "\n20 ")
-    check = ("--verify-after", program(tmp_path, text), "--verify-timeout", 1)
+    check = ("--verify-after", program(tmp_path, text), "--verify-timeout", seconds)
     second = supervise(*check, *job)
     assert second.wait() == VerificationError.exit_code, second.said()
     assert why in second.said()
@@ -104,7 +107,7 @@ def test_a_job_that_is_not_verified_is_killed_and_its_checkpoint_stays(
 def test_the_next_older_one_is_tried_where_that_is_asked_for(
     supervise: Supervise, tmp_path: Path
 ) -> None:
-    job = (PAIR, 500, 8, 0.02)
+    job = (PAIR, ROUNDS, 8, 0.02)
     first = supervise(*job)
     checkpointed(first, "\n20 ")
     second = supervise(*job)
@@ -134,7 +137,7 @@ def test_the_next_older_one_is_tried_where_that_is_asked_for(
     assert fourth.wait() == 0
     # What ran from the newest one was killed; then it went on from the first one.
     at = third.wrote().index(sums(len(first.wrote()) + 1)[-1])
-    assert first.wrote() + third.wrote()[at:] + fourth.wrote() == sums(500)
+    assert first.wrote() + third.wrote()[at:] + fourth.wrote() == sums(ROUNDS)
 
 
 def test_sigterm_while_the_command_is_at_work_makes_a_new_checkpoint(

@@ -23,7 +23,7 @@ def test_who_is_held_by_the_driver(
     pids = [job.pid, os.getpid()]  # which uses no CUDA
     driver = driver_of(emulator_environ)
     assert not_running(driver, pids) == {}
-    driver.lock(job.pid, 1000)
+    driver.lock(job.pid, 30_000)
     assert not_running(driver, pids) == {job.pid: "LOCKED"}
     driver.unlock(job.pid)
     assert not_running(driver, pids) == {}

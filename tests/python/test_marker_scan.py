@@ -70,14 +70,16 @@ def test_what_is_no_file_is_not_read(scanner: Scanner, tmp_path: Path, kind: str
 
 
 def test_other_peoples_files_are_looked_into_by_one_that_is_alone(tmp_path: Path) -> None:
-    with (tmp_path / "file").open("w+b", buffering=0) as file:
-        file.write(MARKER)
-        (tmp_path / "file").unlink()
-        for more, found in (([], "[]"), (["alone"], "[{'here'}]")):
-            words = [sys.executable, "-c", SEARCH, MARKER.decode(), *more]
-            environ = os.environ | {"PYTHONPATH": str(TESTS)}
-            said = subprocess.run(words, env=environ, capture_output=True, text=True, check=True)
-            assert said.stdout == found + "\n"
+    """Where there is none but the two: what is looked into is open there, for a dump as well."""
+    file = tmp_path / "file"
+    for more, found in (([], "[]"), (["alone"], "[{'here'}]")):
+        file.write_bytes(MARKER)
+        holder = 'exec 3<"$1"; rm "$1"; shift; "$@" 3<&-'
+        words = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-ec", holder]
+        words += ["sh", str(file), sys.executable, "-c", SEARCH, MARKER.decode(), *more]
+        environ = os.environ | {"PYTHONPATH": str(TESTS)}
+        said = subprocess.run(words, env=environ, capture_output=True, text=True, check=True)
+        assert said.stdout == found + "\n"
 
 
 def test_a_hole_that_nobody_could_read(scanner: Scanner, tmp_path: Path) -> None:

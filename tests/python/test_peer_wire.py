@@ -334,7 +334,7 @@ def test_what_takes_long_is_waited_for(
 
     monkeypatch.setattr(copies, "verify_directory", slowly)
     make_local(tmp_path / "1", arena)
-    done = copy(tmp_path / "1", replace(nodes.sender, timeout_s=3))
+    done = copy(tmp_path / "1", replace(nodes.sender, timeout_s=5))
     assert [one.key for one in keeper.all()] == [done.key]
     assert nodes.sender.peer is not None
     fetch(nodes.sender.peer, nodes.sender, done.key, tmp_path / "back")

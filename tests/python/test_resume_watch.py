@@ -5,6 +5,7 @@ what it leaves is shown in tests/kubernetes, and by test_pauses."""
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -98,8 +99,14 @@ class Watch:
         return len(os.listdir(f"/proc/{self.process.pid}/fd"))
 
     def memory(self) -> int:
-        """Pages."""
-        return int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1])
+        """KiB of its own, and not of files, which come and go as the kernel likes; the same."""
+        return min(self._memory() for _ in range(20))
+
+    def _memory(self) -> int:
+        time.sleep(0.01)
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        (own,) = re.findall(r"^RssAnon:\s+(\d+) kB$", status, re.MULTILINE)
+        return int(own)
 
     def cpu_s(self) -> float:
         fields = Path(f"/proc/{self.process.pid}/stat").read_text().rsplit(")", 1)[1].split()
@@ -119,7 +126,7 @@ def watch(path: str) -> Iterator[Watch]:
 def test_a_runtime_that_comes_and_goes(watch: Watch, runtime: Start) -> None:
     """It costs nothing to wait for, and nothing is left of those that have gone."""
     watch.wait_for("waiting")
-    rounds, seen = 6, []
+    rounds, seen = 8, []
     for number in range(1, rounds + 1):
         server = runtime()
         watch.wait_for("watching", number)
@@ -128,7 +135,7 @@ def test_a_runtime_that_comes_and_goes(watch: Watch, runtime: Start) -> None:
         server.kill()
         watch.wait_for("ended", number)
     assert seen[-1][0] <= seen[1][0], seen
-    assert seen[-1][1] <= seen[1][1] + (1 << 20) // os.sysconf("SC_PAGE_SIZE"), seen
+    assert seen[-1][1] <= seen[3][1] + 1024, seen  # a thread of gRPC's more may have begun before
     time.sleep(3.5)  # it looks more often for as long as a late pause may come
     before = watch.cpu_s()
     time.sleep(3)

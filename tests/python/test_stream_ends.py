@@ -91,7 +91,7 @@ def send_one_way(job: subprocess.Popen[bytes], dump: Dump, place: Path, **option
 def test_a_reader_that_is_slow_does_not_stall(job: subprocess.Popen[bytes], tmp_path: Path) -> None:
     """The script is told that somebody will still decide while one large file is written."""
     dump = dumper(job, more={"pages-1.img": bytes(6 << 20)})
-    sent = send_one_way(job, dump, tmp_path, timeout_s=1.0, wait_s=0.04)
+    sent = send_one_way(job, dump, tmp_path, timeout_s=5.0, wait_s=0.08)
     assert sent.files == 3
     assert sent.spool is not None
 
@@ -133,7 +133,7 @@ def test_a_criu_that_hangs_when_it_may_end_the_job(
         return a_run(job.pid, images)
 
     with pytest.raises(StreamError, match=r"look what holds it up.*criu is still at work"):
-        send_one_way(job, dump, tmp_path, timeout_s=1.0)
+        send_one_way(job, dump, tmp_path, timeout_s=5.0)
     go_on.set()
     (kept,) = tmp_path.iterdir()
     assert (kept / "inventory.img").exists()
@@ -229,9 +229,14 @@ def test_a_frozen_cgroup_runs_nothing(job: subprocess.Popen[bytes], tmp_path: Pa
     try:
         (group / "cgroup.procs").write_text(str(job.pid))
         (group / state).write_text(frozen)
+        tells, line = (state, frozen) if state != "cgroup.freeze" else ("cgroup.events", "frozen 1")
+        deadline = time.monotonic() + TIMEOUT_S
+        while line not in (group / tells).read_text().splitlines():  # not yet, while it is FREEZING
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        begin = time.monotonic()
         waiting = threading.Timer(2.0, (group / state).write_text, (thawed,))
         waiting.start()
-        begin = time.monotonic()
 
         def dump(images: Path, words: Sequence[str]) -> Run:
             raise CriuError("criu 4.3 dump failed")

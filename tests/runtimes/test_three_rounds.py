@@ -24,7 +24,7 @@ ROUNDS = 3
 MIB = 1 << 20
 BIND = ("--volume", "/mnt/shared:/data")
 SHAPE: dict[str, int | str] = {
-    "mib": 8,
+    "mib": 16,
     "children": 1,
     "pinned_kib": 256,
     "registered_kib": 256,

@@ -121,13 +121,15 @@ def dropped(pid: int, local: Local, path: Path, kind: str = "dropped") -> Iterat
     records = RECORDS / kind
     records.mkdir(mode=0o700, parents=True, exist_ok=True)
     record = records / f"{namespace}-{pid}-{task.start_time}"
-    record.write_text(
+    part = records / f".{record.name}.part"  # others list what is there meanwhile
+    part.write_text(
         f"gpustasis drop record 1\n{namespace} {pid} {task.start_time}\n{pid} {namespace} 0 0 "
         f"{int(kind == 'checkpointed')}\n"
         f"{BOOT.replace('-', '')}\n{local.checkpoint_id.hex()}\n{'0' * 32}\ngpustasis-7.img\n"
         f"{found.st_dev} {found.st_ino}\n{path}"
     )
-    record.chmod(0o600)
+    part.chmod(0o600)
+    part.rename(record)
     try:
         yield
     finally:

@@ -34,7 +34,7 @@ def run_bench(environ: dict[str, str], work: Path, *words: str) -> dict[str, Any
     command = [sys.executable, "-m", "gpustasis_bench.bench", "--size", "0.03125", "--pairs", "1"]
     command += ["--work", str(work / "bench"), "--out", str(out), "--no-downtime", *words]
     ended = subprocess.run(
-        command, env=environ, capture_output=True, text=True, timeout=120, check=False
+        command, env=environ, capture_output=True, text=True, timeout=280, check=False
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "EMULATOR" in ended.stdout

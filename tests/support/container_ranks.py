@@ -150,10 +150,14 @@ def log_of_agent(node: Node) -> str:
     return node.root.path(LOG).read_text()[-8000:]
 
 
+def log_path(container: SteadyContainer) -> Path:
+    """Of criu's. Podman tells it while it has no checkpoint of the container under way."""
+    return container.root.path(f"{Path(container.images()).parent}/dump.log")
+
+
 def log_of(container: SteadyContainer) -> str:
     """criu's, of the last dump that failed or not."""
-    place = Path(container.images()).parent
-    return container.root.path(f"{place}/dump.log").read_text(errors="replace")
+    return log_path(container).read_text(errors="replace")
 
 
 def root_of(container: SteadyContainer) -> str:

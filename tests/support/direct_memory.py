@@ -59,9 +59,10 @@ def slow_copies(
         emulator.stop()
 
 
-def slow_down(rig: Rig, way: str, rate: float = 0.02) -> None:
-    """Copy GPU memory at `rate` GB/s from now on; way: "d2h" or "h2d". At 0.02, 64 MiB take 3.4 s:
-    time enough for a test to act meanwhile on a machine that does other work."""
+def slow_down(rig: Rig, way: str, rate: float = 0.01) -> None:
+    """Copy GPU memory at `rate` GB/s from now on; way: "d2h" or "h2d". At 0.01, 64 MiB take 6.7 s:
+    time enough for a test to act meanwhile on a machine that does other work. What the driver hands
+    over, or takes back, keeps the rate that it has at its begin."""
     rig.emulator.set(f"direct_{way}_ms_per_gib", str(round(2**30 / 1e6 / rate)))
 
 

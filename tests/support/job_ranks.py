@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from gpustasis.jobs.store import Store, Unreachable
 PROGRAMS = Path(__file__).resolve().parent.parent / "programs"
 KEYS = Keys("job")
 END_S = 60
+ANSWER_S = 60.0  # of a request to a store, where the test is of no silence of the store's
 
 
 class Proxy:
@@ -117,9 +118,22 @@ class Job:
         with (self.directory / f"keeper-{rank}").open("ab") as log:
             self.keepers[rank] = subprocess.Popen(argv, stdout=log, stderr=log)
 
-    def start_all(self, faults: dict[int, str] | None = None) -> None:
-        for rank in range(self.world):
+    def start_all(self, faults: dict[int, str] | None = None, *, but: Collection[int] = ()) -> None:
+        """Until each is ready: whoever joins an epoch first does not wait long for the others. but:
+        ranks that are started later."""
+        ranks = [rank for rank in range(self.world) if rank not in but]
+        before = [self._times_ready(rank) for rank in ranks]
+        for rank in ranks:
             self.start(rank, (faults or {}).get(rank, ""))
+        wait_for(
+            lambda: all(self._times_ready(r) > n for r, n in zip(ranks, before, strict=True)),
+            "keepers",
+        )
+
+    def _times_ready(self, rank: int) -> int:
+        with suppress(FileNotFoundError):
+            return (self.directory / f"keeper-{rank}").read_text().splitlines().count("ready")
+        return 0
 
     def begin(self, *, leave_running: bool = False) -> int:
         return epochs.begin(self.store, KEYS, Plan(world=self.world, leave_running=leave_running))

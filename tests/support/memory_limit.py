@@ -4,13 +4,15 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from campaigns.steady_job import SteadyJob
 
 _V1 = Path("/sys/fs/cgroup/memory")
+_REMOVAL_S = 30.0
 
 
 def set_limit(cgroup: Path, size: int) -> None:
@@ -19,7 +21,7 @@ def set_limit(cgroup: Path, size: int) -> None:
 
 @contextmanager
 def limited_cgroup(size: int) -> Iterator[Path]:
-    """A new one; nobody may be left in it at the end."""
+    """A new one; nobody may be left in it at the end, but who is about to end."""
     root = _V1 if _V1.is_dir() else Path("/sys/fs/cgroup")
     cgroup = root / f"gpustasis-test-{os.getpid()}"
     cgroup.mkdir()
@@ -27,7 +29,12 @@ def limited_cgroup(size: int) -> Iterator[Path]:
         set_limit(cgroup, size)
         yield cgroup
     finally:
-        cgroup.rmdir()
+        deadline = time.monotonic() + _REMOVAL_S
+        while cgroup.exists():
+            with suppress(OSError):  # busy: its last process is not quite gone
+                cgroup.rmdir()
+            assert time.monotonic() < deadline, f"{cgroup} stays in use"
+            time.sleep(0.01)
 
 
 def inside(cgroup: Path, words: Sequence[str]) -> list[str]:

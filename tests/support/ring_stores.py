@@ -15,6 +15,7 @@ from gpustasis.jobs.local import Local
 from gpustasis.jobs.store import Store
 from support.agent import Agent
 from support.etcd import EtcdCluster
+from support.job_ranks import ANSWER_S
 
 
 class RingStore(Protocol):
@@ -70,7 +71,7 @@ class AgentStore:
         self.words = ["--store", str(self._socket)]
 
     def client(self) -> Store:
-        return Local(self._socket)
+        return Local(self._socket, ANSWER_S)
 
     def kill(self) -> None:
         assert self._agent.process is not None

@@ -29,9 +29,7 @@ RUNNING, LOCKED, CHECKPOINTED = 0, 1, 2  # CUprocessState
 _WAY_BACK: dict[object, tuple[str, ...]] = {LOCKED: (UNLOCK,), CHECKPOINTED: (RESTORE, UNLOCK)}
 _CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 _EMULATED_GIB = 4 << 20
-_EMULATED_SPEED = 15  # what takes seconds on a GPU takes so much less
 _KERNEL_SECONDS = 3.0
-_EMULATED_KERNEL_SECONDS = 1.5  # several times as long as a busy machine needs for a call
 _VERIFY_SECONDS = 20.0
 _COUNTED = (
     *("VmSize", "RssAnon", "faults", "cpu_seconds"),
@@ -162,7 +160,7 @@ class Lab:
 
     def __init__(self, *, emulated: bool, seconds: float, module: Path | None = None) -> None:
         self.emulated = emulated
-        self.kernel_seconds = _EMULATED_KERNEL_SECONDS if emulated else _KERNEL_SECONDS
+        self.kernel_seconds = _KERNEL_SECONDS
         self._module = module
         self._end = time.monotonic() + seconds
         self._stack = contextlib.ExitStack()
@@ -226,8 +224,8 @@ class Lab:
         return target.verify(min(self.left, _VERIFY_SECONDS))
 
     def pause_within_call(self, seconds: float) -> None:
-        """Wait until a call has been going on for so long, on the emulator for less."""
-        time.sleep(seconds / _EMULATED_SPEED if self.emulated else seconds)
+        """Wait until a call has been going on for so long."""
+        time.sleep(seconds)
 
     def call(
         self, caller: Caller, name: str, target: CudaTarget, seconds: float = 60.0, **options: Any

@@ -2,9 +2,9 @@
 // A libcuda whose calls take a time: cuInit SLOW_DRIVER_INIT_MS milliseconds, Checkpoint
 // SLOW_DRIVER_CHECKPOINT_MS, Restore SLOW_DRIVER_RESTORE_MS; a file SLOW_DRIVER_MARK says that one
 // has begun. All succeed but cuInit, which returns SLOW_DRIVER_INIT_RESULT, and Lock where SLOW_DRIVER_MEET
-// calls of it do not meet: none returns before so many are under way at once. Every process is in state
-// SLOW_DRIVER_STATE, from which it moves on with SLOW_DRIVER_MOVES; a Checkpoint or Restore of pid SLOW_DRIVER_HANGS, a
-// Restore of SLOW_DRIVER_HANGS_LATER once there is a file SLOW_DRIVER_GATE,
+// calls of it do not meet within SLOW_DRIVER_MEET_MS (3000): none returns before so many are under way at once.
+// Every process is in state SLOW_DRIVER_STATE, from which it moves on with SLOW_DRIVER_MOVES; a Checkpoint or
+// Restore of pid SLOW_DRIVER_HANGS, a Restore of SLOW_DRIVER_HANGS_LATER once there is a file SLOW_DRIVER_GATE,
 // or a GetState of SLOW_DRIVER_MUTE, never returns; each other GetState takes SLOW_DRIVER_STATE_MS. The first
 // SLOW_DRIVER_REFUSES Restores and
 // SLOW_DRIVER_REFUSES_UNLOCKS Unlocks fail. Until there is a file SLOW_DRIVER_GATE, a Restore of pid SLOW_DRIVER_GATED does
@@ -13,7 +13,8 @@
 // Each Restore of SLOW_DRIVER_REFUSES_ALWAYS fails, each but of SLOW_DRIVER_RESTORES_ONLY, and each Unlock but of
 // SLOW_DRIVER_UNLOCKS_ONLY, after SLOW_DRIVER_REFUSAL_MS. With SLOW_DRIVER_IN_TURN one Checkpoint begins when the one before
 // has ended. A file SLOW_DRIVER_NOTES says which Restore and Unlock were made, one a line, and with
-// SLOW_DRIVER_NOTES_REFUSALS that one is refused from now on. Unlock and GetState fail as long as no DriverGetVersion has
+// SLOW_DRIVER_NOTES_REFUSALS that one is refused from now on. What is refused while there is a file SLOW_DRIVER_HOLD is
+// noted as held, and does not return before that file is gone. Unlock and GetState fail as long as no DriverGetVersion has
 // returned.
 #include <unistd.h>
 
@@ -36,6 +37,11 @@ int number(const char* variable) {
 bool is_gate_shut() {
     const char* gate = std::getenv("SLOW_DRIVER_GATE");
     return gate != nullptr && ::access(gate, F_OK) != 0;
+}
+
+bool is_held() {
+    const char* hold = std::getenv("SLOW_DRIVER_HOLD");
+    return hold != nullptr && ::access(hold, F_OK) == 0;
 }
 
 void make_mark() {
@@ -72,6 +78,10 @@ void note(const char* what) {
 int refuse() {
     if (std::getenv("SLOW_DRIVER_NOTES_REFUSALS") != nullptr)
         note("refuse");
+    if (is_held())
+        note("held");
+    while (is_held())
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
     std::this_thread::sleep_for(std::chrono::milliseconds(number("SLOW_DRIVER_REFUSAL_MS")));
     return 304; // CUDA_ERROR_OPERATING_SYSTEM
 }
@@ -112,9 +122,10 @@ int cuCheckpointProcessGetState(int pid, int* state) {
 }
 int cuCheckpointProcessLock(int, void*) {
     const int wanted = number("SLOW_DRIVER_MEET");
+    const int alone_ms = number("SLOW_DRIVER_MEET_MS");
     ++locking;
     for (int waited = 0; locking < wanted; ++waited) {
-        if (waited == 3'000)
+        if (waited == (alone_ms != 0 ? alone_ms : 3'000))
             return 600; // CUDA_ERROR_NOT_READY
         std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
@@ -145,9 +156,9 @@ int cuCheckpointProcessRestore(int pid, void*) {
         return refuse();
     if (pid == number("SLOW_DRIVER_REFUSES_ALWAYS"))
         return refuse();
+    take("SLOW_DRIVER_RESTORE_MS");
     while (pid == number("SLOW_DRIVER_GATED") && is_gate_shut())
         std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    take("SLOW_DRIVER_RESTORE_MS");
     if (pid == number("SLOW_DRIVER_RELAPSES") && relapses == 1)
         take("SLOW_DRIVER_RELAPSE_MS");
     return move_to(pid, 1, "restore");

@@ -138,18 +138,27 @@ void the_task_survives_the_tracers_death() {
         SharedTaskTable table(OnOrphaned::undo);
         TaskRecord& record = table.add(target.pid);
         fill_record(record, target);
+        const bool is_late = round % 4 == 3; // not before a call was injected
+        int injected[2];
+        CHECK(::pipe(injected) == 0);
         const pid_t tracer = fork_child();
         if (tracer == 0) {
             seize(target.pid);
             InjectedSyscalls task(
                 {record.pid, record.restore_tid, record.thawed, record.signal_mask});
-            for (;;) {
+            for (bool is_first = true;; is_first = false) {
                 drop(task, target);
+                if (is_late && is_first)
+                    CHECK(::write(injected[1], "d", 1) == 1);
                 // Fill a part again, so that the next drop takes its time too.
                 task.call(SYS_madvise, reinterpret_cast<std::uint64_t>(target.memory), kSize / 8,
                           23 /* MADV_POPULATE_WRITE */);
             }
         }
+        ::close(injected[1]);
+        char byte = 0;
+        CHECK(!is_late || ::read(injected[0], &byte, 1) == 1);
+        ::close(injected[0]);
         ::usleep(static_cast<useconds_t>(500 + round * 397));
         CHECK(::kill(tracer, SIGKILL) == 0);
         int status = 0;
@@ -161,6 +170,42 @@ void the_task_survives_the_tracers_death() {
         stop(target);
     }
     CHECK(died_early < kRounds); // else nothing was injected, and nothing shown
+}
+
+// At which it has stopped for a tracer that was killed: the next one is told of it, and gives it no signal.
+void a_stop_at_a_system_call_ends_no_task() {
+    for (const long options : {kTraceSysGood, 0L}) {
+        const Target target = start();
+        seize(target.pid);
+        CHECK(::ptrace(PTRACE_SETOPTIONS, target.pid, nullptr, options) == 0);
+        CHECK(::ptrace(PTRACE_SYSCALL, target.pid, nullptr, nullptr) == 0);
+        siginfo_t stopped{};
+        const auto pid = static_cast<id_t>(target.pid);
+        CHECK(::waitid(P_PID, pid, &stopped, WSTOPPED | WNOWAIT) == 0);
+        CHECK((stopped.si_status & 0x7f) == SIGTRAP);
+        CHECK(::ptrace(PTRACE_INTERRUPT, target.pid, nullptr, nullptr) == 0);
+        CHECK(wait_for_event_stop(target.pid, std::chrono::seconds(10)));
+        CHECK(::ptrace(PTRACE_DETACH, target.pid, nullptr, nullptr) == 0);
+        CHECK(ask(target) == 'f');
+        stop(target);
+    }
+}
+
+// A breakpoint of its own is one.
+void a_trap_of_the_task_s_own_is_delivered() {
+    const Target target = start();
+    seize(target.pid);
+    CHECK(::ptrace(PTRACE_CONT, target.pid, nullptr, nullptr) == 0);
+    CHECK(::kill(target.pid, SIGTRAP) == 0);
+    siginfo_t stopped{};
+    const auto pid = static_cast<id_t>(target.pid);
+    CHECK(::waitid(P_PID, pid, &stopped, WSTOPPED | WNOWAIT) == 0);
+    CHECK(stopped.si_status == SIGTRAP);
+    CHECK(::ptrace(PTRACE_INTERRUPT, target.pid, nullptr, nullptr) == 0);
+    CHECK_THROWS(Errc::io, wait_for_event_stop(target.pid)); // it died of it
+    ::close(target.ask);
+    ::close(target.answer);
+    ::munmap(target.memory, kSize);
 }
 
 void a_thawed_thread_runs_and_is_frozen_again() {
@@ -274,5 +319,7 @@ int main() {
     memory_is_dropped_and_the_task_runs_on();
     a_call_that_is_still_to_come_is_seen();
     a_thawed_thread_runs_and_is_frozen_again();
+    a_stop_at_a_system_call_ends_no_task();
+    a_trap_of_the_task_s_own_is_delivered();
     the_task_survives_the_tracers_death();
 }

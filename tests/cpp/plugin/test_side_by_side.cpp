@@ -160,9 +160,10 @@ void who_gives_one_call_up_waits_for_the_others() {
 
 // What was given up is answered after all, while the driver is at work in another task: that one is waited for.
 void a_late_answer_breaks_off_no_other_call() {
-    const Variable meet("SLOW_DRIVER_MEET", "2"); // a lock that is alone fails after 3 s
-    const Variable slow("SLOW_DRIVER_CHECKPOINT_MS",
-                        "2500"); // given up long before, answered before 3 s
+    const Variable meet("SLOW_DRIVER_MEET", "2");
+    const Variable alone("SLOW_DRIVER_MEET_MS", "8000"); // a lock that is alone fails then
+    // Given up long before, and answered before that.
+    const Variable slow("SLOW_DRIVER_CHECKPOINT_MS", "6000");
     Rig rig(OnOrphaned::undo);
     rig.config.driver_timeout_ms = 100;
     std::vector<Worker::Call> calls{rig.worker->begin_checkpoint(7, 0),

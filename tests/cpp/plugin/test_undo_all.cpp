@@ -17,6 +17,7 @@
 
 using namespace gpustasis;
 using sample::add_record;
+using sample::await;
 using sample::await_settled;
 using sample::Bystander;
 using sample::find_worker;
@@ -111,15 +112,16 @@ void an_orphan_leaves_no_other_locked_because_the_driver_hangs_in_one() {
     for (const bool before : {false, true}) { // already when criu dies
         const Bystander tasks[3];
         const Variable hangs("SLOW_DRIVER_HANGS", std::to_string(tasks[1].pid()));
-        Orphaned orphan(tasks, 3'000, "1", before);
+        // Long enough for the others, whose calls must not be taken for ones that hang.
+        Orphaned orphan(tasks, 10'000, "1", before);
         TaskRecord* const records = &orphan.rig.table->tasks[0];
-        CHECK(comes_true([&] { return records[0].settled && records[2].settled; }));
+        await_settled({&records[0], &records[2]});
         CHECK(orphan.noted() == "restore restore unlock unlock ");
         CHECK(!records[1].settled);
         const std::string said =
             "pid " + std::to_string(tasks[1].pid()) +
             ": the driver hangs in the task: it is brought back when that ends ";
-        CHECK(comes_true([&] { return orphan.log().find(said) != std::string::npos; }));
+        await([&] { return orphan.log().find(said) != std::string::npos; });
         CHECK(::kill(tasks[1].pid(), SIGKILL) == 0);
         CHECK(::waitpid(orphan.worker, nullptr, 0) == orphan.worker);
         CHECK(orphan.noted() == "restore restore unlock unlock ");

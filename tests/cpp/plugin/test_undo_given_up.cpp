@@ -46,16 +46,19 @@ double silent_s(const Orphaned& orphan) {
 // The one that it waits for dies during its try: that was none with nobody left.
 void one_that_is_tried_when_the_last_other_one_goes_is_tried_again() {
     Bystander tasks[3];
-    const Variable slowly("SLOW_DRIVER_REFUSAL_MS", "4000");
+    const sample::TempDir place;
+    const Variable hold("SLOW_DRIVER_HOLD", place.path("hold"));
     const Variable refuses("SLOW_DRIVER_REFUSES_ALWAYS", std::to_string(tasks[0].pid()));
     const Variable refusals("SLOW_DRIVER_NOTES_REFUSALS", "1");
     stop(tasks[1]);
-    const Orphaned orphan(tasks);
+    Orphaned orphan(tasks);
     await([&] { return orphan.log().find(kBehindOthers) != std::string::npos; });
-    const std::size_t before = count_of("refuse ", orphan.noted());
-    await([&] { return count_of("refuse ", orphan.noted()) > before; }); // it has just begun
+    sample::write_file(place.fd(), "hold", {});
+    await([&] { return count_of("held ", orphan.noted()) == 1; }); // this try does not end
     const std::size_t begun = count_of("refuse ", orphan.noted());
     tasks[1].end();
+    await_settled({&orphan.rig.table->tasks[1]});
+    CHECK(::unlink(place.path("hold").c_str()) == 0);
     CHECK(::waitpid(orphan.worker, nullptr, 0) == orphan.worker);
     CHECK(count_of("refuse ", orphan.noted()) == begun + 1);
     CHECK(count_of(kRecover, orphan.log()) == 1);
@@ -83,10 +86,12 @@ void one_in_which_the_driver_hangs_is_another_one_that_is_left() {
     const Variable restores("SLOW_DRIVER_RESTORES_ONLY", std::to_string(tasks[2].pid()));
     const Variable gate("SLOW_DRIVER_GATE", place.path("gate"));
     stop(tasks[2]);
-    Orphaned orphan(tasks, 1'000);
+    Orphaned orphan(tasks, 5'000); // the other one's calls are not taken for ones that hang
     await([&] { return count_of(kBehindOthers, orphan.log()) == 2; });
     open_gate(place.path("gate"));
-    await([&] { return orphan.log().find("the driver hangs in the task") != std::string::npos; });
+    const std::string said =
+        "pid " + std::to_string(tasks[1].pid()) + ": the driver hangs in the task";
+    await([&] { return orphan.log().find(said) != std::string::npos; });
     CHECK(::kill(tasks[2].pid(), SIGCONT) == 0);
     await_settled({&orphan.rig.table->tasks[2]});
     ::sleep(3);

@@ -30,6 +30,7 @@ using sample::Bystander;
 using sample::find_worker;
 using sample::Rig;
 using sample::Slow;
+using sample::Variable;
 
 namespace {
 
@@ -50,7 +51,7 @@ extern "C" long syscall(long number, ...) {
     const long e = va_arg(arguments, long);
     va_end(arguments);
     if (slow_signals && number == SYS_pidfd_send_signal)
-        ::usleep(4'000'000);
+        ::usleep(9'000'000);
     register long r10 asm("r10") = d;
     register long r8 asm("r8") = e;
     long result = number;
@@ -131,7 +132,7 @@ void a_worker_that_is_being_killed_does_nothing_on_its_own() {
     rig.table->kills[0] = {task.pid(), proc::start_time(task.pid())};
     rig.table->kill_count = 1;
     rig.config.driver_timeout_ms = 500;
-    ::setenv("SLOW_DRIVER_CHECKPOINT_MS", "2000", 1);
+    ::setenv("SLOW_DRIVER_CHECKPOINT_MS", "5000", 1);
     CHECK(rig.worker->api_version() == 13000); // it has begun, with swift signals of its own
     slow_signals = true;
     CHECK_THROWS(Errc::io, rig.worker->checkpoint(::getpid()));
@@ -166,7 +167,10 @@ void a_hanging_driver_does_not_keep_a_broken_restore_alive() {
 // task for one that is back.
 void an_undo_is_settled_only_when_it_was_tried() {
     const Bystander task;
-    const Slow slow("SLOW_DRIVER_RESTORE_MS", "3000", "2");
+    const sample::TempDir place;
+    const Variable gate("SLOW_DRIVER_GATE", place.path("gate"));
+    const Variable gated("SLOW_DRIVER_GATED", std::to_string(task.pid()));
+    const Slow slow("SLOW_DRIVER_RESTORE_MS", "1", "2");
     Rig rig(OnOrphaned::undo);
     CHECK(rig.worker->state(task.pid()) == ProcessState::checkpointed);
     TaskRecord& record = rig.table.add(task.pid());
@@ -177,6 +181,7 @@ void an_undo_is_settled_only_when_it_was_tried() {
     rig.worker.reset();
     CHECK(comes_true([&] { return slow.is_in_it(); }));
     CHECK(!record.settled);
+    sample::write_file(place.fd(), "gate", {});
     CHECK(::waitpid(worker, nullptr, 0) == worker);
     CHECK(record.settled);
 }
@@ -215,8 +220,8 @@ void quick_calls_wait_for_an_initialize_that_is_under_way() {
 // Contexts and page-locked memory are made behind cuInit, and have as much time.
 void an_initialize_with_gpus_has_twice_the_time() {
     Rig rig(OnOrphaned::kill);
-    rig.config.driver_timeout_ms = 6'000;
-    ::setenv("SLOW_DRIVER_INIT_MS", "9000", 1);
+    rig.config.driver_timeout_ms = 12'000;
+    ::setenv("SLOW_DRIVER_INIT_MS", "18000", 1);
     rig.worker->begin_initialize({sample::id_of(1)}, 1); // which this driver does not have
     rig.worker->initialize();
     rig.worker->stop();

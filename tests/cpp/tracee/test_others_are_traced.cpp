@@ -2,6 +2,7 @@
 // Whether another tracer is at work in a process: its threads are seized for that, of which they notice nothing.
 #include "check.hpp"
 #include "child.hpp"
+#include "other_thread.hpp"
 
 #include "tracee/proc.hpp"
 #include "tracee/ptrace.hpp"
@@ -90,8 +91,7 @@ void a_process_that_executes_another_program_is_not_held_up() {
 
 void all_are_let_go_of_at_once() {
     const Child target(start_thread);
-    const pid_t second = proc::threads(target.pid()).back();
-    CHECK(second != target.pid());
+    const pid_t second = other_thread(target.pid());
     for (int round = 0; round < 5000; ++round) {
         CHECK(!others_are_traced(target.pid(), target.pid()));
         const SeizedThread seized(second, kStop);
@@ -101,7 +101,7 @@ void all_are_let_go_of_at_once() {
 void a_stopped_process_stays_stopped() {
     const Child target(start_thread);
     CHECK(::kill(target.pid(), SIGSTOP) == 0);
-    const pid_t second = proc::threads(target.pid()).back();
+    const pid_t second = other_thread(target.pid());
     CHECK(comes_true([=] { return proc::state(second) == 'T'; }));
     CHECK(!others_are_traced(target.pid(), target.pid()));
     CHECK(comes_true([=] { return proc::state(second) == 'T'; }));

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "check.hpp"
 #include "child.hpp"
+#include "other_thread.hpp"
 #include "sample.hpp"
 #include "userfaultfd_makers.hpp"
 
@@ -90,8 +91,7 @@ void nothing_is_closed_while_a_thread_is_traced() {
     const sample::TempDir elsewhere;
     const Child target(prepare_two_threads);
     const std::size_t before = descriptors(target.pid());
-    const pid_t second = proc::threads(target.pid()).back();
-    CHECK(second != target.pid());
+    const pid_t second = other_thread(target.pid());
     CHECK(!others_are_traced(target.pid(), target.pid()));
     Maker(base.path(), target.pid(), At::begun).kill();
     Maker living(elsewhere.path(), target.pid(), At::made, second, ::geteuid());
