@@ -7,7 +7,7 @@
 #include "core/manifest.hpp"
 #include "cuda_plugin/guardian.hpp"
 #include "cuda_plugin/host.hpp"
-#include "cuda_plugin/parent_choice.hpp"
+#include "cuda_plugin/memory_directory.hpp"
 #include "cuda_plugin/sealed_key.hpp"
 #include "dropped_memory/drop_record.hpp"
 #include "tracee/injected_syscall.hpp"
@@ -81,37 +81,36 @@ void close_by_any_thread(pid_t pid, UserfaultfdRecord& record,
     throw failure;
 }
 
-bool is_of(const DropRecord& record, int dir) {
-    struct stat status {};
-    if (::fstat(dir, &status) != 0)
-        throw io_error("cannot examine the image directory", errno);
-    return record.device == status.st_dev && record.inode == status.st_ino;
-}
-
-/// Whether the dump of `record` was broken off on top of the checkpoint that is in `image_dir`.
-bool is_built_on(const DropRecord& record, int image_dir) {
-    // Not for a directory that is empty: a disk that does not answer may hold the other one.
-    if (!has_checkpoint(image_dir))
-        return false;
-    const UniqueFd dir(
-        ::open(record.directory.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC));
+/// The checkpoint whose manifest is in `dir`, in the clear; none where that cannot be told.
+std::optional<Id> checkpoint_in(int dir) {
     try {
-        if (!dir || !is_of(record, dir.get()))
-            return false; // it is not where this process looks
-        Lineage chain(dir.get());
-        return find_in_chain(chain, image_dir) != 0;
-    } catch (const Error& e) {
-        host::warn("cannot tell what the broken-off dump in " + record.directory +
-                   " is built on: " + e.what());
-        return false;
+        return read_manifest(dir).checkpoint_id;
+    } catch (const Error&) {
+        return std::nullopt;
     }
 }
 
+/// Whether `dir` holds images of this plugin.
+bool holds_images(int dir) {
+    return holds_sealed(dir) || std::ranges::any_of(names_in(dir), [](const std::string& name) {
+               return name.starts_with("gpustasis-") && name.ends_with(".img");
+           });
+}
+
 bool is_needed_by(const DropRecord& record, int image_dir) {
-    const bool is_there =
-        ::faccessat(image_dir, record.image.c_str(), F_OK, AT_SYMLINK_NOFOLLOW) == 0 ||
-        holds_sealed(image_dir);
-    return (is_there && is_of(record, image_dir)) || is_built_on(record, image_dir);
+    struct stat status {};
+    if (::fstat(image_dir, &status) != 0)
+        throw io_error("cannot examine the image directory", errno);
+    if (record.device == status.st_dev && record.inode == status.st_ino)
+        return ::faccessat(image_dir, record.image.c_str(), F_OK, AT_SYMLINK_NOFOLLOW) == 0 ||
+               holds_sealed(image_dir);
+    return std::ranges::any_of(record.built_on, [&](const BuiltOn& one) {
+        if (one.device != status.st_dev || one.inode != status.st_ino || !holds_images(image_dir))
+            return false;
+        // It may have been given up in memory, and another one be here since.
+        return one.checkpoint_id == Id{} ||
+               checkpoint_in(image_dir).value_or(one.checkpoint_id) == one.checkpoint_id;
+    });
 }
 
 [[noreturn]] void refuse(const DropRecord& record, pid_t pid) {
@@ -149,9 +148,9 @@ std::uint64_t own_signals(const TaskRecord& record, DropRecords& records) {
     }
 }
 
-void write_record(DropRecords& records, const TaskRecord& record, int image_dir) {
+void write_record(DropRecords& records, const TaskRecord& record, const ImagePlace& place) {
     struct stat directory {};
-    if (::fstat(image_dir, &directory) != 0)
+    if (::fstat(place.directory, &directory) != 0)
         throw io_error("cannot examine the image directory", errno);
     records.write({.task = identity_of(record),
                    .pid = record.pid,
@@ -165,7 +164,8 @@ void write_record(DropRecords& records, const TaskRecord& record, int image_dir)
                    .image = image_name(record.image_pid),
                    .device = directory.st_dev,
                    .inode = directory.st_ino,
-                   .directory = directory_path(image_dir)});
+                   .built_on = place.built_on,
+                   .directory = directory_path(place.directory)});
 }
 
 /// With a record for another dump, should this criu be killed. The memory is as well guarded without.
@@ -235,6 +235,27 @@ void refuse_needed_images(int image_dir) {
                             "; or dump into another directory");
 }
 
+std::vector<BuiltOn> read_built_on(Lineage& lineage, std::uint32_t count) {
+    std::vector<BuiltOn> found;
+    for (std::uint32_t depth = 1; depth <= count; ++depth)
+        try {
+            const int dir = lineage.directory(depth);
+            struct stat status {};
+            if (::fstat(dir, &status) != 0)
+                throw io_error("cannot examine " + directory_path(dir), errno);
+            found.push_back({.device = status.st_dev, .inode = status.st_ino, .checkpoint_id = {}});
+            if (::faccessat(dir, kArenaOwner, F_OK, AT_SYMLINK_NOFOLLOW) != 0)
+                continue;
+            const ArenaOwner owner = read_owner(dir);
+            found.push_back({owner.device, owner.inode, owner.checkpoint_id}); // it is drained to
+        } catch (const Error& e) { // if the dump needs that one, it fails for that
+            host::warn("another dump may replace a part of what this one is built on, should this "
+                       "one be broken off: " +
+                       std::string(e.what()));
+        }
+    return found;
+}
+
 void refuse_handed_over(pid_t pid) {
     const auto record = DropRecords({}, DropRecords::kCheckpointed).find(identify_task(pid));
     if (record && record->handed_over)
@@ -251,7 +272,7 @@ void require_lock(const DumpLock& lock, bool drops) {
                std::string(why_not->what()));
 }
 
-void record_checkpoint(const TaskRecord& record, int image_dir, bool required) {
+void record_checkpoint(const TaskRecord& record, const ImagePlace& place, bool required) {
     try {
         DropRecords records({}, DropRecords::kCheckpointed);
         try {
@@ -259,7 +280,7 @@ void record_checkpoint(const TaskRecord& record, int image_dir, bool required) {
         } catch (const Error& e) { // one that cannot be read is no matter of this task
             host::warn(e.what());
         }
-        write_record(records, record, image_dir);
+        write_record(records, record, place);
     } catch (const Error& e) {
         if (required)
             throw;
@@ -307,11 +328,12 @@ void close_left_userfaultfd(pid_t pid, TaskRecord* record, std::vector<UnusedUse
 }
 
 void drop_staging(Guard& guard, TaskRecord& record, const std::vector<Region>& regions,
-                  const TaskTable& table, UndoImages& images, unsigned threads, bool required) {
+                  const TaskTable& table, UndoImages& images, const ImagePlace& place,
+                  unsigned threads, bool required) {
     const std::string name = "pid " + std::to_string(record.pid);
     record.recorded = true;
     DropRecords records;
-    write_record(records, record, images.lineage().directory(0));
+    write_record(records, record, place);
     InjectedSyscalls task({record.pid, record.restore_tid, record.thawed, record.signal_mask});
     if (!task.has_way_back())
         host::warn(name + " would not survive this criu being killed while its staged memory is "

@@ -249,7 +249,7 @@ Worker::Call DumpSession::begin_checkpoint(AtWork& task) {
         images_.leave(record);
     record.checkpoint_begun = true;
     record.direct.begun = record.direct.wanted;
-    record_checkpoint(record, stored_in(), config_.externalize);
+    record_checkpoint(record, place(), config_.externalize);
     task.thawed.emplace(record);
     if (record.direct.begun)
         return worker_.begin_checkpoint_direct(record, record.restore_tid);
@@ -316,7 +316,7 @@ void DumpSession::drop(TaskRecord& record, const std::vector<Region>& regions,
                        TaskStatistics& statistics) {
     Guard& guard = guards_[record.pid];
     statistics.phases.time("drop", [&] {
-        drop_staging(guard, record, regions, *table_, undo_images_, config_.threads,
+        drop_staging(guard, record, regions, *table_, undo_images_, place(), config_.threads,
                      config_.require_guard);
     });
     statistics.staging = "dropped";

@@ -87,7 +87,7 @@ void DumpSession::refill(TaskRecord& record) {
 /// would say that its memory is there.)
 void DumpSession::record_before_thaw(const TaskRecord& record) {
     if (!record.checkpoint_begun && record.state_before != ProcessState::checkpointed)
-        record_checkpoint(record, stored_in(), false);
+        record_checkpoint(record, place(), false);
 }
 
 /// A task that is brought back.

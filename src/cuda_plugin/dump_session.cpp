@@ -122,6 +122,7 @@ void DumpSession::choose_parent_once() {
     statistics_.threads = config_.threads;
     host::info("configuration: " + config_.source);
     images_.choose_parent(container_.store());
+    built_on_ = read_built_on(lineage_, images_.manifest().chain_length);
     if (const seal::DataKey* key = images_.seal())
         undo_images_.use_key(*key);
     if (signature_ && images_.manifest().chain_length != 0)

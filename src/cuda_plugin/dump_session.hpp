@@ -64,6 +64,7 @@ private:
     void use_arena();
     void reserve_arena();
     int stored_in() const noexcept { return arena_ ? arena_->directory() : image_dir_.get(); }
+    ImagePlace place() const { return {stored_in(), built_on_}; }
     void end_arena(bool succeeded, bool settled) noexcept;
     void watch_images();
     bool was_shown_whole() const noexcept;
@@ -137,8 +138,9 @@ private:
     bool is_refused_ = false; ///< by refuse()
     bool policy_settled_ = false;
     bool parent_chosen_ = false;
-    bool begun_ = false;        ///< the driver has been asked
-    bool checkpointed_ = false; ///< checkpoint_tree() has begun
+    std::vector<BuiltOn> built_on_; ///< once it is
+    bool begun_ = false;            ///< the driver has been asked
+    bool checkpointed_ = false;     ///< checkpoint_tree() has begun
 };
 
 } // namespace gpustasis

@@ -37,6 +37,11 @@ bool exists(int dir_fd, const char* name) {
     return ::faccessat(dir_fd, name, F_OK, AT_SYMLINK_NOFOLLOW) == 0;
 }
 
+bool has_manifest(int dir_fd) {
+    return exists(dir_fd, kManifestName) || exists(dir_fd, seal::kSealedName) ||
+           exists(dir_fd, kArenaMarker);
+}
+
 struct stat status_of(int fd) {
     struct stat status {};
     if (::fstat(fd, &status) != 0)
@@ -87,7 +92,7 @@ UniqueFd named_parent(const Config& config, int image_dir) {
     UniqueFd dir = open_directory(image_dir, config.parent.c_str());
     if (!dir)
         throw io_error("cannot open the parent " + config.parent, errno);
-    if (!has_checkpoint(dir.get()))
+    if (!has_manifest(dir.get()))
         throw Error(Errc::bad_argument,
                     "the parent " + config.parent + " is no checkpoint of this plugin");
     return dir;
@@ -97,7 +102,7 @@ UniqueFd named_parent(const Config& config, int image_dir) {
 UniqueFd linked_parent(int image_dir) {
     UniqueFd dir = open_directory(image_dir, kCriuLink);
     for (int hop = 0; dir && hop < kMaxHops; ++hop) {
-        if (has_checkpoint(dir.get()))
+        if (has_manifest(dir.get()))
             return dir;
         dir = open_directory(dir.get(), kCriuLink);
     }
@@ -294,30 +299,16 @@ ParentChoice choose(const Config& config, int image_dir, Lineage& lineage,
 
 } // namespace
 
-bool has_checkpoint(int dir) {
-    return exists(dir, kManifestName) || exists(dir, seal::kSealedName) ||
-           exists(dir, kArenaMarker);
-}
-
-std::uint32_t find_in_chain(Lineage& chain, int image_dir) {
-    for (std::uint32_t depth = 1;; ++depth) {
-        int dir = -1;
-        try {
-            dir = chain.directory(depth);
-        } catch (const Error&) { // its end, or what whoever reads it tells
-            return 0;
-        }
-        if (is_same(dir, image_dir) || (is_local(dir) && is_images_of(image_dir, read_owner(dir))))
-            return depth;
-    }
-}
-
 void refuse_circle(const Config& config, int image_dir) {
     const UniqueFd parent = config.parent.empty()
                                 ? linked_parent(image_dir)
                                 : open_directory(image_dir, config.parent.c_str());
     if (!parent) // which choose_parent() tells
         return;
+    const auto replaces = [&](int dir) {
+        return is_same(dir, image_dir) ||
+               (is_local(dir) && is_images_of(image_dir, read_owner(dir)));
+    };
     const auto refuse = [&](const std::string& path, const std::string& which) {
         throw Error(Errc::bad_argument, "the parent " + path + " is built on what is in " + which +
                                             ", and the dump would replace that: use another "
@@ -326,8 +317,15 @@ void refuse_circle(const Config& config, int image_dir) {
     if (is_same(parent.get(), image_dir))
         refuse(directory_path(parent.get()), "the image directory");
     Lineage chain = Lineage::above(stored_directory(parent.get()).get());
-    if (const std::uint32_t depth = find_in_chain(chain, image_dir))
-        refuse(chain.path(1), chain.path(depth));
+    for (std::uint32_t depth = 1;; ++depth) {
+        try {
+            chain.directory(depth);
+        } catch (const Error&) { // its end, or what choose_parent() tells if it is needed
+            return;
+        }
+        if (replaces(chain.directory(depth)))
+            refuse(chain.path(1), chain.path(depth));
+    }
 }
 
 void refuse_needed_by_local(const Config& config, int image_dir) {

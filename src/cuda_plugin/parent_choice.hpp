@@ -8,7 +8,6 @@
 #include "cuda_plugin/container_store.hpp"
 #include "cuda_plugin/sealed_dump.hpp"
 
-#include <cstdint>
 #include <optional>
 #include <string>
 
@@ -35,13 +34,6 @@ struct ParentChoice {
 /// which `lineage` is of, or, of a dump into memory, of its directory in the arena.
 ParentChoice choose_parent(const Config& config, int image_dir, Lineage& lineage,
                            const ContainerStore* store, SealedDump* sealed);
-
-/// Whether `dir` holds a checkpoint of this plugin, in the clear, sealed or in memory, for which a dump ended.
-bool has_checkpoint(int dir);
-
-/// How many links away, one at least, the chain leads to the image directory `image_dir`, or to what is in memory for
-/// it; 0: it does not, as far as its links can be followed. Throws Error: as read_owner().
-std::uint32_t find_in_chain(Lineage& chain, int image_dir);
 
 /// Before anything of an earlier dump is removed from `image_dir`: throws Error: bad_argument if the parent that
 /// `config` names, or CRIU's link leads to, is built on that, or is that, whether it was drained or not.

@@ -29,7 +29,7 @@ namespace gpustasis {
 namespace {
 
 constexpr std::chrono::milliseconds kStopTimeout{300};
-constexpr std::chrono::milliseconds kMoreTime{2700}; // of one that may only have no processor
+constexpr std::chrono::milliseconds kNoProcessorTimeout{3000};
 constexpr std::size_t kMaxTries = 8;
 constexpr std::uint64_t kUserModeOnly = 1; // the process needs no privilege; see below
 // Faults are never handled by anybody, so it does not matter that those of the kernel could not be.
@@ -67,8 +67,9 @@ void close_left(UserfaultfdRecord& record, InjectedSyscalls& task, pid_t pid, pi
     }
 }
 
-UniqueFd make_in_thread(const AddressSpace& space, UserfaultfdRecord& record, pid_t tid) {
-    const SeizedThread seized(tid, kStopTimeout, kMoreTime);
+UniqueFd make_in_thread(const AddressSpace& space, UserfaultfdRecord& record, pid_t tid,
+                        std::chrono::milliseconds timeout) {
+    const SeizedThread seized(tid, timeout);
     space.require_alive(); // else `tid` may have been another process's by then
     undo_interruption(tid);
     require_room_for_way_back(space.mappings(), tid);
@@ -93,12 +94,13 @@ UniqueFd make_in_thread(const AddressSpace& space, UserfaultfdRecord& record, pi
 }
 
 /// On a thread of its own: a thread that could not be stopped is let go of when its tracer ends.
-UniqueFd make_on_own_thread(const AddressSpace& space, UserfaultfdRecord& record, pid_t tid) {
+UniqueFd make_on_own_thread(const AddressSpace& space, UserfaultfdRecord& record, pid_t tid,
+                            std::chrono::milliseconds timeout = kStopTimeout) {
     UniqueFd made;
     std::exception_ptr failure;
     std::thread([&] {
         try {
-            made = make_in_thread(space, record, tid);
+            made = make_in_thread(space, record, tid, timeout);
         } catch (...) {
             failure = std::current_exception();
         }
@@ -108,9 +110,9 @@ UniqueFd make_on_own_thread(const AddressSpace& space, UserfaultfdRecord& record
     return made;
 }
 
-bool sleeps(pid_t tid) {
+bool is_in(char state, pid_t tid) {
     try {
-        return proc::state(tid) == 'S';
+        return proc::state(tid) == state;
     } catch (const Error&) {
         return false; // it has ended
     }
@@ -122,7 +124,7 @@ std::vector<pid_t> candidates(pid_t pid) {
     std::erase(tids, pid);
     std::vector<pid_t> awake;
     std::erase_if(tids, [&](pid_t tid) {
-        if (sleeps(tid))
+        if (is_in('S', tid))
             return false;
         awake.push_back(tid);
         return true;
@@ -155,6 +157,9 @@ UniqueFd make_in_process(const AddressSpace& space) {
         }
     }
     space.require_alive();
+    // Where all others are in the kernel it may yet only have had no processor.
+    if (is_in('R', space.pid()))
+        return make_on_own_thread(space, record, space.pid(), kNoProcessorTimeout);
     throw failure;
 }
 

@@ -27,7 +27,8 @@ namespace gpustasis {
 namespace {
 
 constexpr const char* kHead = "gpustasis drop record 1";
-constexpr std::size_t kMaxSize = 8192; // a path has at most 4096 bytes
+constexpr std::size_t kMaxSize =
+    8 << 20; // a path has at most 4096 bytes, and a chain 65,535 checkpoints
 
 Id parse_id(std::string_view text) {
     Id id{};
@@ -55,8 +56,10 @@ std::string text_of(const DropRecord& record) {
          << id_text(record.checkpoint_id) << '\n'
          << id_text(record.digest) << '\n'
          << record.image << '\n'
-         << record.device << ' ' << record.inode << '\n'
-         << record.directory; // to the end: a path may hold anything
+         << record.device << ' ' << record.inode;
+    for (const BuiltOn& one : record.built_on)
+        text << ' ' << one.device << ' ' << one.inode << ' ' << id_text(one.checkpoint_id);
+    text << '\n' << record.directory; // to the end: a path may hold anything
     return text.str();
 }
 
@@ -93,7 +96,15 @@ DropRecord parse(const std::string& content) {
     record.checkpoint_id = parse_id(line());
     record.digest = parse_id(line());
     record.image = line();
-    numbers(record.device, record.inode);
+    words = std::istringstream(line());
+    if (!(words >> record.device >> record.inode))
+        throw Error(Errc::corrupt_data, "a number is missing");
+    std::string id;
+    for (BuiltOn one;
+         words >> one.device >> one.inode >> id;) { // which earlier versions did not write
+        one.checkpoint_id = parse_id(id);
+        record.built_on.push_back(one);
+    }
     std::getline(text, record.directory, '\0');
     return record;
 }

@@ -22,6 +22,15 @@
 
 namespace gpustasis {
 
+/// The directory of a checkpoint that another one is built on: to be told without following links.
+struct BuiltOn {
+    std::uint64_t device = 0; ///< st_dev
+    std::uint64_t inode = 0;  ///< st_ino
+    Id checkpoint_id{};       ///< all zero: whichever is there
+
+    bool operator==(const BuiltOn&) const = default;
+};
+
 struct DropRecord {
     TaskIdentity task;
     pid_t pid = 0;               ///< of the task, as the dump saw it
@@ -36,7 +45,9 @@ struct DropRecord {
     std::string image;   ///< file name in the image directory
     std::uint64_t device = 0; ///< st_dev of the image directory
     std::uint64_t inode = 0;  ///< st_ino of the image directory
-    std::string directory;    ///< path of the image directory, as the dump saw it
+    std::vector<BuiltOn>
+        built_on; ///< all that the image needs, of one in memory its image directory as well
+    std::string directory; ///< path of the image directory, as the dump saw it
 
     bool operator==(const DropRecord&) const = default;
 };

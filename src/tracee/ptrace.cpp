@@ -25,6 +25,7 @@ namespace {
 constexpr int kEventStop = 128; // PTRACE_EVENT_STOP
 constexpr useconds_t kPollUs = 100;
 constexpr std::chrono::milliseconds kMostPerPoll{10}; // of a limit
+constexpr int kMostSlowdown = 4;                      // so many times as long as that, by the clock
 // A process may start threads all the time, and one of it stands still meanwhile.
 constexpr int kMaxLooks = 8;
 constexpr int kMaxEndPolls = 100'000; // 10 s; only this process's own debugger keeps what has ended
@@ -114,6 +115,7 @@ void wait_for_event_stop(pid_t tid) {
 bool wait_for_event_stop(pid_t tid, std::chrono::milliseconds timeout) {
     using Clock = std::chrono::steady_clock;
     Clock::duration left = timeout;
+    const auto deadline = Clock::now() + kMostSlowdown * timeout;
     for (auto looked = Clock::now();;) {
         int status = 0;
         const pid_t got = ::waitpid(tid, &status, __WALL | WNOHANG);
@@ -123,7 +125,7 @@ bool wait_for_event_stop(pid_t tid, std::chrono::milliseconds timeout) {
             return true;
         if (got != 0)
             continue;
-        if (left <= Clock::duration::zero()) // and it has been looked once more since
+        if (left <= Clock::duration::zero() || looked > deadline) // it was looked once more since
             return false;
         ::usleep(kPollUs);
         const auto before = std::exchange(looked, Clock::now());
@@ -131,9 +133,7 @@ bool wait_for_event_stop(pid_t tid, std::chrono::milliseconds timeout) {
     }
 }
 
-SeizedThread::SeizedThread(pid_t tid, std::chrono::milliseconds timeout,
-                           std::chrono::milliseconds more)
-    : tid_(tid) {
+SeizedThread::SeizedThread(pid_t tid, std::chrono::milliseconds timeout) : tid_(tid) {
     const std::string name = "thread " + std::to_string(tid);
     const bool has_seccomp = proc::has_seccomp(tid);
     const std::uint64_t options = kTraceSysGood | (has_seccomp ? kSuspendSeccomp : 0);
@@ -149,12 +149,7 @@ SeizedThread::SeizedThread(pid_t tid, std::chrono::milliseconds timeout,
         throw io_error("PTRACE_SEIZE of " + name, error);
     }
     ptrace_call(PTRACE_INTERRUPT, "PTRACE_INTERRUPT", tid, nullptr, nullptr);
-    bool stops = wait_for_event_stop(tid, timeout);
-    if (!stops && more.count() != 0 && proc::state(tid) != 'D') {
-        timeout += more;
-        stops = wait_for_event_stop(tid, more);
-    }
-    if (!stops)
+    if (!wait_for_event_stop(tid, timeout))
         throw Error(Errc::io, name + " does not stop within " + std::to_string(timeout.count()) +
                                   " ms: it waits in the kernel for something else");
 }

@@ -50,8 +50,9 @@ inline void set_signal_mask(pid_t tid, std::uint64_t mask) {
 /// that stop it first are let through. Throws Error: io if it dies.
 void wait_for_event_stop(pid_t tid);
 
-/// The same for at most `timeout`; false: it has not stopped. In a time in which this process does not run, as
-/// on a machine that stands still, nearly nothing of `timeout` goes by: the thread cannot have run either.
+/// The same for at most `timeout`; false: it has not stopped. Of a time in which this process does not run, as
+/// on a machine that stands still, little counts: the thread may not have run either. After four times as long
+/// by the clock it is given up all the same.
 bool wait_for_event_stop(pid_t tid, std::chrono::milliseconds timeout);
 
 /// Whether a status of waitpid() says PTRACE_EVENT_STOP: the end of a PTRACE_INTERRUPT, or that
@@ -67,9 +68,8 @@ bool is_event_stop(int status) noexcept;
 class SeizedThread {
 public:
     /// Throws Error: io, also if it does not stop within `timeout`; unsupported if another process
-    /// traces it or its seccomp filters cannot be suspended. `more`: it has so much longer if by then it is
-    /// not in an uninterruptible sleep (state D): it may only have had no processor.
-    SeizedThread(pid_t tid, std::chrono::milliseconds timeout, std::chrono::milliseconds more = {});
+    /// traces it or its seccomp filters cannot be suspended.
+    SeizedThread(pid_t tid, std::chrono::milliseconds timeout);
     SeizedThread(const SeizedThread&) = delete;
     SeizedThread& operator=(const SeizedThread&) = delete;
     /// Lets it go.

@@ -201,7 +201,13 @@ def test_nor_is_what_those_images_are_built_on(
                 assert f"memory that is missing in process {job.pid}" in done.log, done.errors
                 assert "locked pid" not in done.log
                 other.run_on()
-        assert rig.dump(other, rig.images(), "--leave-running").status == 0
+        unrelated = rig.images()
+        assert rig.dump(other, unrelated, "--leave-running").status == 0
+        assert rig.dump(other, unrelated, "--leave-running").status == 0
+        if how == "drained":  # wherever it is now, and whatever leads there
+            images.rename(moved := images.with_name("moved"))
+            assert rig.dump(other, first, "--leave-running").status != 0
+            moved.rename(images)
         recover(rig, job.pid, "-D", images)
         job.run_on()
         other.run_on()

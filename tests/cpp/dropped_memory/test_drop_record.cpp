@@ -32,6 +32,8 @@ DropRecord record_of(pid_t pid) {
     record.image = "gpustasis-1.img";
     record.device = 5;
     record.inode = 7;
+    record.built_on = {{.device = 5, .inode = 8, .checkpoint_id = {}},
+                       {.device = 6, .inode = 9, .checkpoint_id = record.checkpoint_id}};
     record.directory = "/a path\nwith a line end";
     return record;
 }
@@ -74,6 +76,12 @@ void one_of_an_earlier_version_says_less() {
     CHECK(records.find(record.task) == record);
     CHECK(std::ofstream(path) << text.erase(at, signals.size()) << std::flush);
     record.signals = 0;
+    CHECK(records.find(record.task) == record);
+    const std::size_t ancestors = text.find(" 5 8 ");
+    CHECK(ancestors != std::string::npos);
+    CHECK(std::ofstream(path) << text.erase(ancestors, text.find('\n', ancestors) - ancestors)
+                              << std::flush);
+    record.built_on.clear();
     CHECK(records.find(record.task) == record);
 }
 
