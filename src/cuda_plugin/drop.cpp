@@ -237,22 +237,23 @@ void refuse_needed_images(int image_dir) {
 
 std::vector<BuiltOn> read_built_on(Lineage& lineage, std::uint32_t count) {
     std::vector<BuiltOn> found;
-    for (std::uint32_t depth = 1; depth <= count; ++depth)
-        try {
+    try {
+        for (std::uint32_t depth = 1; depth <= count; ++depth) {
             const int dir = lineage.directory(depth);
             struct stat status {};
             if (::fstat(dir, &status) != 0)
                 throw io_error("cannot examine " + directory_path(dir), errno);
-            found.push_back({.device = status.st_dev, .inode = status.st_ino, .checkpoint_id = {}});
+            found.push_back({status.st_dev, status.st_ino, checkpoint_in(dir).value_or(Id{})});
             if (::faccessat(dir, kArenaOwner, F_OK, AT_SYMLINK_NOFOLLOW) != 0)
                 continue;
             const ArenaOwner owner = read_owner(dir);
             found.push_back({owner.device, owner.inode, owner.checkpoint_id}); // it is drained to
-        } catch (const Error& e) { // if the dump needs that one, it fails for that
-            host::warn("another dump may replace a part of what this one is built on, should this "
-                       "one be broken off: " +
-                       std::string(e.what()));
         }
+    } catch (const Error& e) { // if the dump needs that one, it fails for that
+        host::warn("another dump may replace a part of what this one is built on, should this one "
+                   "be broken off: " +
+                   std::string(e.what()));
+    }
     return found;
 }
 

@@ -45,7 +45,7 @@ struct ImagePlace {
 };
 
 /// What the checkpoint that `lineage` is of is built on: the next `count` directories of the chain, and of those in memory
-/// their image directories too. What cannot be looked at is missing, with a warning.
+/// their image directories too. From the first on that cannot be looked at they are missing, with a warning.
 std::vector<BuiltOn> read_built_on(Lineage& lineage, std::uint32_t count);
 
 /// Write down that the driver is about to checkpoint the task of `record` for the dump into

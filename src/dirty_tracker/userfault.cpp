@@ -29,8 +29,9 @@ namespace gpustasis {
 namespace {
 
 constexpr std::chrono::milliseconds kStopTimeout{300};
-constexpr std::chrono::milliseconds kNoProcessorTimeout{3000};
+constexpr int kMoreTries = 9; // of one that may only have no processor
 constexpr std::size_t kMaxTries = 8;
+constexpr int kMaxLooks = 500;             // for a thread to be let go of, a millisecond each
 constexpr std::uint64_t kUserModeOnly = 1; // the process needs no privilege; see below
 // Faults are never handled by anybody, so it does not matter that those of the kernel could not be.
 constexpr std::uint64_t kFlags = kUserfaultfdFlags | kUserModeOnly;
@@ -67,9 +68,8 @@ void close_left(UserfaultfdRecord& record, InjectedSyscalls& task, pid_t pid, pi
     }
 }
 
-UniqueFd make_in_thread(const AddressSpace& space, UserfaultfdRecord& record, pid_t tid,
-                        std::chrono::milliseconds timeout) {
-    const SeizedThread seized(tid, timeout);
+UniqueFd make_in_thread(const AddressSpace& space, UserfaultfdRecord& record, pid_t tid) {
+    const SeizedThread seized(tid, kStopTimeout);
     space.require_alive(); // else `tid` may have been another process's by then
     undo_interruption(tid);
     require_room_for_way_back(space.mappings(), tid);
@@ -94,13 +94,12 @@ UniqueFd make_in_thread(const AddressSpace& space, UserfaultfdRecord& record, pi
 }
 
 /// On a thread of its own: a thread that could not be stopped is let go of when its tracer ends.
-UniqueFd make_on_own_thread(const AddressSpace& space, UserfaultfdRecord& record, pid_t tid,
-                            std::chrono::milliseconds timeout = kStopTimeout) {
+UniqueFd make_on_own_thread(const AddressSpace& space, UserfaultfdRecord& record, pid_t tid) {
     UniqueFd made;
     std::exception_ptr failure;
     std::thread([&] {
         try {
-            made = make_in_thread(space, record, tid, timeout);
+            made = make_in_thread(space, record, tid);
         } catch (...) {
             failure = std::current_exception();
         }
@@ -116,6 +115,20 @@ bool is_in(char state, pid_t tid) {
     } catch (const Error&) {
         return false; // it has ended
     }
+}
+
+/// The same, once the thread that traced it, and has been joined, is gone.
+bool is_let_go_in_state(char state, pid_t tid) {
+    try {
+        for (int looks = 0; proc::tracer_of(tid) != 0; ++looks) {
+            if (looks == kMaxLooks)
+                return false; // another one traces it
+            std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        }
+    } catch (const Error&) {
+        return false;
+    }
+    return is_in(state, tid);
 }
 
 /// The main thread first, then those that sleep: they are stopped at once.
@@ -157,9 +170,12 @@ UniqueFd make_in_process(const AddressSpace& space) {
         }
     }
     space.require_alive();
-    // Where all others are in the kernel it may yet only have had no processor.
-    if (is_in('R', space.pid()))
-        return make_on_own_thread(space, record, space.pid(), kNoProcessorTimeout);
+    // Where all others are in the kernel it may yet only have had no processor. In between, others can take it.
+    for (int more = 0; more < kMoreTries && is_let_go_in_state('R', space.pid()); ++more)
+        try {
+            return make_on_own_thread(space, record, space.pid());
+        } catch (const Error&) { // NOLINT(bugprone-empty-catch): the first failure says most
+        }
     throw failure;
 }
 

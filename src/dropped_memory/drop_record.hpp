@@ -26,7 +26,7 @@ namespace gpustasis {
 struct BuiltOn {
     std::uint64_t device = 0; ///< st_dev
     std::uint64_t inode = 0;  ///< st_ino
-    Id checkpoint_id{};       ///< all zero: whichever is there
+    Id checkpoint_id{};       ///< all zero: not known, whichever is there
 
     bool operator==(const BuiltOn&) const = default;
 };

@@ -115,7 +115,7 @@ void wait_for_event_stop(pid_t tid) {
 bool wait_for_event_stop(pid_t tid, std::chrono::milliseconds timeout) {
     using Clock = std::chrono::steady_clock;
     Clock::duration left = timeout;
-    const auto deadline = Clock::now() + kMostSlowdown * timeout;
+    Clock::duration left_at_most = kMostSlowdown * timeout;
     for (auto looked = Clock::now();;) {
         int status = 0;
         const pid_t got = ::waitpid(tid, &status, __WALL | WNOHANG);
@@ -125,11 +125,13 @@ bool wait_for_event_stop(pid_t tid, std::chrono::milliseconds timeout) {
             return true;
         if (got != 0)
             continue;
-        if (left <= Clock::duration::zero() || looked > deadline) // it was looked once more since
+        if (std::min(left, left_at_most) <= Clock::duration::zero()) // and it was looked since
             return false;
         ::usleep(kPollUs);
         const auto before = std::exchange(looked, Clock::now());
-        left -= std::min<Clock::duration>(looked - before, kMostPerPoll);
+        const Clock::duration passed = looked - before;
+        left -= std::min<Clock::duration>(passed, kMostPerPoll);
+        left_at_most -= std::min<Clock::duration>(passed, timeout);
     }
 }
 
