@@ -35,6 +35,7 @@ from support.agent import Agent, say
 from support.driver_states import driver_of
 from support.faults import await_hit
 from support.job import Job, check_memory, reap_workers
+from support.job_ranks import ANSWER_S
 from support.json_output import check_document
 from support.ports import hold_port, port_of
 
@@ -307,12 +308,12 @@ def test_an_agent_without_room_is_not_healthy(agents: Agents) -> None:
 def test_the_store_for_jobs_on_this_host(agents: Agents) -> None:
     agent = agents()
     key, place = "/gpustasis/jobs/x/newest", agent.place / "jobs.sock"
-    store = Local(place)
+    store = Local(place, ANSWER_S)
     store.write([], [Put(key, "7", 0)])
     store.close()
     agent.stop(signal.SIGKILL)
     agent.start()
-    store = Local(place)
+    store = Local(place, ANSWER_S)
     assert store.read(key).entries[key].value == "7"
     store.close()
 

@@ -34,7 +34,7 @@ from gpustasis.jobs.server import Server
 from gpustasis.jobs.store import Put
 from gpustasis.jobs.visits import Visit
 from gpustasis.task import boot_id, read_task
-from support.job_ranks import namespace, tables
+from support.job_ranks import ANSWER_S, namespace, tables
 from support.packet_filters import put_nft
 
 A, B = "a" * 64, "b" * 64
@@ -61,7 +61,7 @@ class Node:
         self.running: set[str] = set()
         self.policies = place / "gpustasis/policy"
         self.policies.mkdir(mode=0o700, parents=True)
-        self.store = Local(place / "jobs.sock")
+        self.store = Local(place / "jobs.sock", ANSWER_S)
         self.config = Config(
             store=place / "kept",
             jobs_socket=place / "jobs.sock",

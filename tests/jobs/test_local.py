@@ -18,6 +18,7 @@ from gpustasis.jobs.local import Local
 from gpustasis.jobs.server import Server
 from gpustasis.jobs.store import LeaseGone, Put, Require, Unreachable, WatchLost
 from gpustasis.jobs.tree import Tree
+from support.job_ranks import ANSWER_S
 
 
 class Clock:
@@ -112,7 +113,7 @@ def test_two_servers_do_not_use_one_journal(tmp_path: Path) -> None:
 
 def test_a_client_finds_the_next_server(tmp_path: Path) -> None:
     server = Server(tmp_path / "store", tmp_path / "journal")
-    client = Local(tmp_path / "store")
+    client = Local(tmp_path / "store", ANSWER_S)
     watch = client.watch("/a", client.write([], [Put("/a", "1")]).revision)
     server.close()
     with pytest.raises(WatchLost):
@@ -127,7 +128,7 @@ def test_a_client_finds_the_next_server(tmp_path: Path) -> None:
 
 def test_a_change_of_servers_between_two_requests_is_not_noticed(tmp_path: Path) -> None:
     server = Server(tmp_path / "store", tmp_path / "journal")
-    client = Local(tmp_path / "store")
+    client = Local(tmp_path / "store", ANSWER_S)
     client.write([], [Put("/a", "1")])
     server.close()
     server = Server(tmp_path / "store", tmp_path / "journal")
@@ -171,7 +172,7 @@ for end in (ours, theirs):
 
 def test_what_is_no_request_is_refused(tmp_path: Path) -> None:
     server = Server(tmp_path / "store", tmp_path / "journal")
-    client = Local(tmp_path / "store")
+    client = Local(tmp_path / "store", ANSWER_S)
     for request in (
         {},
         {"do": "no"},
@@ -189,7 +190,7 @@ def test_what_is_no_request_is_refused(tmp_path: Path) -> None:
 
 def test_a_watch_of_what_does_not_change_is_quiet(tmp_path: Path) -> None:
     server = Server(tmp_path / "store", tmp_path / "journal")
-    client = Local(tmp_path / "store")
+    client = Local(tmp_path / "store", ANSWER_S)
     after = client.write([], [Put("/a", "1")]).revision
     begin = time.monotonic()
     watch = client.watch("/quiet", after)
