@@ -130,7 +130,7 @@ def test_the_next_older_one_is_tried_where_that_is_asked_for(
     words = ("--keep-last", 1, "--older-if-unverified", "--verify-after", only_first, *job)
     third = supervise(*words)
     third.wait_for(" is back: ")
-    checkpointed(third, soon(third.wrote()) if third.wrote() else soon(first.wrote()))
+    checkpointed(third, soon(first.wrote() + third.wrote()))
     assert f"older checkpoints stay, for {store}/jit-000002 was not verified" in third.said()
     assert names(store) == ["jit-000001", "jit-000002", "jit-000003"]
     fourth = supervise(*job)

@@ -46,6 +46,7 @@ def run_timed(
     Raises BenchError if it fails or takes longer than timeout_s; it is killed then.
     """
     write = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+    others = _processes()
     begin = time.perf_counter()
     pid = os.posix_spawnp(
         words[0],
@@ -59,7 +60,7 @@ def run_timed(
     )
     if on_start is not None:
         on_start(pid)
-    watch = _Watch(pid, begin + timeout_s, with_worker)
+    watch = _Watch(pid, begin + timeout_s, others if with_worker else None)
     watch.start()
     try:
         _, status, usage = os.wait4(pid, 0)  # no polling: it would blur the time
@@ -94,18 +95,22 @@ def _cpu_of_helper(pid: int) -> float:
         time.sleep(_SAMPLE_S)
 
 
+def _processes() -> set[str]:
+    return {name for name in os.listdir(_PROC) if name.isdigit()}
+
+
 class _Watch(threading.Thread):
     """Reads the kernel's high-water marks. The rusage of a child is of no use: it begins with the
     memory of the process that made it."""
 
-    def __init__(self, pid: int, deadline: float, with_worker: bool) -> None:
+    def __init__(self, pid: int, deadline: float, others: set[str] | None) -> None:
+        """others: what was there before it; None: what it has made is not looked for."""
         super().__init__(daemon=True)
         self.timed_out = False
         self._pid = pid
         self._deadline = deadline
-        self._with_worker = with_worker
         self._ended = threading.Event()
-        self._others = {name for name in os.listdir(_PROC) if name.isdigit()}
+        self._others = others
         self._watched = {str(pid): _HighWater(str(pid))}
 
     @property
@@ -115,7 +120,7 @@ class _Watch(threading.Thread):
     def run(self) -> None:
         samples = 0
         while not self._ended.wait(_SAMPLE_S):
-            if self._with_worker and samples % _SAMPLES_PER_LOOK == 0:
+            if self._others is not None and samples % _SAMPLES_PER_LOOK == 0:
                 self._look_for_helpers()
             samples += 1
             for each in self._watched.values():
@@ -132,15 +137,13 @@ class _Watch(threading.Thread):
     def stop(self) -> None:
         self._ended.set()
         self.join()
-        if self._with_worker:
+        if self._others is not None:
             self._look_for_helpers()  # what has begun since the last look
         for each in self._watched.values():
             each.close()
 
     def _look_for_helpers(self) -> None:
-        for pid in os.listdir(_PROC):
-            if not pid.isdigit() or pid in self._others or pid in self._watched:
-                continue
+        for pid in _processes() - (self._others or set()) - self._watched.keys():
             try:
                 name = (_PROC / pid / "comm").read_text().strip()
                 stat = (_PROC / pid / "stat").read_text()
