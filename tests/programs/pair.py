@@ -45,7 +45,7 @@ signal.signal(signal.SIGTERM, told)
 for number in range(rounds):
     connection.sendall((number * 7919).to_bytes(4, "big"))
     answer = connection.recv(8, socket.MSG_WAITALL)
-    # In one piece: print() makes four where PYTHONUNBUFFERED is set, with a dump in between perhaps.
+    # In one piece: print() makes four where PYTHONUNBUFFERED is set, and a dump may come between.
     os.write(1, f"{number} {int.from_bytes(answer, 'big')}\n".encode())
 connection.close()
 _, status = os.waitpid(second, 0)
