@@ -27,8 +27,8 @@ namespace gpustasis {
 namespace {
 
 constexpr const char* kHead = "gpustasis drop record 1";
-constexpr std::size_t kMaxSize =
-    8 << 20; // a path has at most 4096 bytes, and a chain 65,535 checkpoints
+// A path has at most 4096 bytes, and a chain 65,535 checkpoints.
+constexpr std::size_t kMaxSize = 8 << 20;
 
 Id parse_id(std::string_view text) {
     Id id{};
@@ -99,9 +99,8 @@ DropRecord parse(const std::string& content) {
     words = std::istringstream(line());
     if (!(words >> record.device >> record.inode))
         throw Error(Errc::corrupt_data, "a number is missing");
-    std::string id;
-    for (BuiltOn one;
-         words >> one.device >> one.inode >> id;) { // which earlier versions did not write
+    std::string id; // the rest of the line is what earlier versions did not write
+    for (BuiltOn one; words >> one.device >> one.inode >> id;) {
         one.checkpoint_id = parse_id(id);
         record.built_on.push_back(one);
     }

@@ -45,8 +45,8 @@ struct DropRecord {
     std::string image;   ///< file name in the image directory
     std::uint64_t device = 0; ///< st_dev of the image directory
     std::uint64_t inode = 0;  ///< st_ino of the image directory
-    std::vector<BuiltOn>
-        built_on; ///< all that the image needs, of one in memory its image directory as well
+    /// All that the image needs, of one in memory its image directory as well.
+    std::vector<BuiltOn> built_on;
     std::string directory; ///< path of the image directory, as the dump saw it
 
     bool operator==(const DropRecord&) const = default;

@@ -24,7 +24,7 @@ from gpustasis.jobs.etcd_words import Access
 from gpustasis.jobs.local import Local
 from gpustasis.jobs.server import Server
 from gpustasis.jobs.store import Store
-from support.etcd import EtcdCluster, place_of_data
+from support.etcd import EtcdCluster, place_of_data, running
 from support.job_ranks import ANSWER_S
 
 _prefixes = count(1)
@@ -46,12 +46,8 @@ def handled() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdCluster]:
-    cluster = EtcdCluster(tmp_path_factory.mktemp("etcd"))
-    try:
-        cluster.wait()
+    with running(EtcdCluster(tmp_path_factory.mktemp("etcd"))) as cluster:
         yield cluster
-    finally:
-        cluster.close()
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from gpustasis.jobs.etcd import Etcd
 from gpustasis.jobs.etcd_words import Access
 from gpustasis.jobs.store import Put, Require, Unreachable, WatchLost
 from support.certificates import Authority
-from support.etcd import EtcdCluster, etcdctl
+from support.etcd import EtcdCluster, etcdctl, running
 
 KEY = "/gpustasis/a"
 
@@ -47,23 +47,15 @@ def answering(answer: bytes) -> Iterator[str]:
 def cluster(tmp_path: Path) -> Iterator[EtcdCluster]:
     """It loses no leader to a machine that is busy for a second."""
     slow = ["--heartbeat-interval", "500", "--election-timeout", "5000"]
-    cluster = EtcdCluster(tmp_path, 3, flags=slow)
-    try:
-        cluster.wait()
+    with running(EtcdCluster(tmp_path, 3, flags=slow)) as cluster:
         yield cluster
-    finally:
-        cluster.close()
 
 
 @pytest.fixture
 def single(tmp_path: Path) -> Iterator[EtcdCluster]:
     """Of one server."""
-    cluster = EtcdCluster(tmp_path)
-    try:
-        cluster.wait()
+    with running(EtcdCluster(tmp_path)) as cluster:
         yield cluster
-    finally:
-        cluster.close()
 
 
 def test_a_lost_server_is_not_noticed(cluster: EtcdCluster) -> None:

@@ -8,7 +8,8 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -114,6 +115,16 @@ class EtcdCluster:
         for held in self._held:
             held.close()
         self._data.cleanup()
+
+
+@contextmanager
+def running(cluster: EtcdCluster) -> Iterator[EtcdCluster]:
+    """Once it answers."""
+    try:
+        cluster.wait()
+        yield cluster
+    finally:
+        cluster.close()
 
 
 def etcdctl(endpoint: str, *words: str, flags: Sequence[str] = ()) -> str:
