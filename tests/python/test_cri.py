@@ -295,6 +295,41 @@ def test_one_that_was_paused_before_stays_so(path: Path, tmp_path: Path) -> None
     assert runtime.paused
 
 
+CRUN = (
+    f'failed to checkpoint container {TWO}: running "/usr/bin/crun" ["checkpoint" "{TWO}"] failed'
+)
+RUNC = CRUN.replace("/crun", "/runc")
+
+
+@pytest.mark.parametrize(
+    ("words", "paused_before", "resumed"),
+    [(CRUN, False, True), (CRUN, True, False), (RUNC, False, False), (CRUN, False, None)],
+)
+def test_left_paused_after_an_answer(
+    path: Path, tmp_path: Path, words: str, paused_before: bool, resumed: bool | None
+) -> None:
+    """The words of CRI-O 1.36, which does not see that crun has paused the container. What others
+    leave paused after an answer may have been paused by others. None: it cannot be resumed."""
+    runtime = Paused()
+    runtime.paused = paused_before
+
+    def leave(request: Any, context: Any) -> dict[str, object]:
+        runtime.paused = True
+        context.abort(grpc.StatusCode.UNKNOWN, words)
+        raise AssertionError("abort raises")
+
+    answers = runtime.answers() | {"CheckpointContainer": leave}
+    if resumed is None:
+        answers[RESUME_TASK] = refuse(grpc.StatusCode.UNKNOWN, "no")
+    with CriServer(path, answers), Cri(str(path)) as cri, pytest.raises(EngineError) as caught:
+        containerd.checkpoint(cri, containerd.find(cri, TWO), tmp_path / "a.tar", 30)
+    said = str(caught.value)
+    assert f"did not checkpoint container default/web/c1 (1212121212121): {words}" in said
+    assert ("it was left paused, and was resumed" in said) == bool(resumed)
+    assert ("was not resumed and may stand still" in said) == (resumed is None)
+    assert runtime.paused != bool(resumed)
+
+
 def test_names(path: Path) -> None:
     with CriServer(path, inventory("containerd", "v2.1.9", CONTAINERS)), Cri(str(path)) as cri:
         assert containerd.find(cri, "11").id == ONE

@@ -119,6 +119,16 @@ def test_what_was_cut_off_is_not_asked_for_again(access: Access, serve: Serve) -
     assert len(asked) == 1
 
 
+def test_a_crun_that_failed(access: Access, serve: Serve) -> None:
+    """The words of CRI-O 1.36: what other programs say of a container that runs on is not said."""
+    for program, paused in (("/usr/bin/crun", True), ("/usr/bin/runc", False)):
+        fault = f'failed to checkpoint container 5e87: running "{program}" ["checkpoint" "5e87"]'
+        said = f"checkpointing of default/web/app failed ({fault} failed)"
+        message = error(access, "default/web/app", serve(lambda path, said=said: (500, said)))
+        assert (": gpustasis crio resume default/web/app" in message) == paused
+        assert ("the container runs on" in message) != paused
+
+
 KUBELETS_OWN = "Forbidden (user=api (x), verb=create, resource=nodes, subresource"
 
 

@@ -43,7 +43,7 @@ class GpuPod:
     def story(self) -> str:
         words = ("--namespace", self.namespace)
         return (
-            self.node.log()[-3000:]
+            "\n".join([*self.output()[-3:], self.node.log()[-2500:]])
             + self.node.kubectl("describe", "pod", self.name, *words, check=False).stdout
         )
 

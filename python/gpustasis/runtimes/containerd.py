@@ -23,6 +23,7 @@ from typing import Any
 from gpustasis.criu.log import errors_in
 from gpustasis.errors import EngineError
 from gpustasis.files import give_name, open_own_directory
+from gpustasis.runtimes import freezer
 from gpustasis.runtimes.cri import (
     CANCELLED,
     CONTAINER_STATES,
@@ -36,7 +37,6 @@ from gpustasis.runtimes.cri import (
     printable,
 )
 from gpustasis.runtimes.crio import CRIO_NAME, unpause
-from gpustasis.runtimes.freezer import TOO_BUSY, frozen_groups, thaw, was_not_frozen
 from gpustasis.runtimes.instance import require_sight_of_server
 from gpustasis.task import find_openers
 
@@ -152,10 +152,9 @@ def checkpoint(
     """Checkpoint a running container into the archive `export`; it runs on.
 
     The archive has its name only once it is complete and on the disk. timeout_s: after that many
-    seconds containerd is told to give up; the container runs on then as well. (containerd 2.1
-    pauses a container for its checkpoint and leaves it so when a call is cut off. It is resumed
-    here then, once the dump that is under way has ended.) stop: asked again and again whether to
-    give up earlier, in the same way.
+    seconds containerd is told to give up; the container runs on then as well. (What containerd 2.1
+    leaves paused when a call is cut off, or CRI-O with crun when one fails, is resumed, once no
+    dump is under way.) stop: asked again and again whether to give up earlier, in the same way.
 
     Raises EngineError; nothing is left of an archive that was not finished. One that is finished
     and cannot get its name is kept, and the error says where.
@@ -182,12 +181,9 @@ def _checkpoint(
         try:
             cri.checkpoint(container.id, str(part), timeout_s, stop)
         except BaseException as exc:
-            cut_off = not isinstance(exc, CallError) or exc.code in _CUT_OFF
-            if cut_off and not paused_before and not _resume(cri, container):
-                time.sleep(_SETTLE_S)  # a pause that was under way when the call was cut off
-                _resume(cri, container)
+            more = "" if paused_before else _have_it_run_on(cri, container, exc)
             if isinstance(exc, CallError):
-                raise EngineError(_explain(cri, container, exc, timeout_s)) from exc
+                raise EngineError(_explain(cri, container, exc, timeout_s) + more) from exc
             raise
     except BaseException:
         with suppress(OSError):
@@ -195,6 +191,20 @@ def _checkpoint(
         raise
     seconds = time.monotonic() - begin
     return Exported(archive=archive, size=_publish(cri, part, archive), seconds=seconds)
+
+
+def _have_it_run_on(cri: Cri, container: Container, error: BaseException) -> str:
+    """After a checkpoint that failed. What else is to be said. Raises EngineError."""
+    if not isinstance(error, CallError) or error.code in _CUT_OFF:
+        if not _resume(cri, container):
+            time.sleep(_SETTLE_S)  # a pause that was under way when the call was cut off
+            _resume(cri, container)
+    elif freezer.may_be_left_paused(str(error)):
+        try:
+            return "; it was left paused, and was resumed" if _resume(cri, container) else ""
+        except EngineError as exc:
+            return f"; {exc}"
+    return ""
 
 
 @contextmanager
@@ -250,12 +260,12 @@ def _resume(cri: Cri, container: Container) -> bool:
             if not is_paused(cri, container):
                 return True
             reason = "it is still paused"
+            break
         except CallError as exc:
             reason = f"{exc} ({exc.code})"
-            if exc.code == "UNAVAILABLE" and time.monotonic() < deadline:
-                time.sleep(_POLL_S)
-                continue
-        break
+            if exc.code != "UNAVAILABLE" or time.monotonic() > deadline:
+                break
+        time.sleep(_POLL_S)
     raise EngineError(
         f"container {container} was not resumed and may stand still: {reason}; try "
         f"ctr -n k8s.io tasks resume {container.id}, or with CRI-O: runc resume or crun resume"
@@ -269,7 +279,7 @@ def is_paused(cri: Cri, container: Container) -> bool:
         status: int = _task_call(cri, GET_TASK, container).process.status
     except CallError as exc:
         if exc.code == _NO_SUCH_METHOD:
-            return bool(frozen_groups(container.id))
+            return bool(freezer.frozen_groups(container.id))
         if exc.code == "NOT_FOUND":  # it has ended meanwhile
             return False
         raise
@@ -285,8 +295,8 @@ def resume_task(cri: Cri, container: Container, timeout_s: float = _RESUME_TIMEO
         if exc.code == _NO_SUCH_METHOD:
             if cri.runtime().startswith(CRIO_NAME):
                 unpause(cri.path, container.id)
-            for group in frozen_groups(container.id):  # of one that is not paused to CRI-O
-                thaw(group)
+            for group in freezer.frozen_groups(container.id):  # of one that is not paused to CRI-O
+                freezer.thaw(group)
 
 
 def _wait_for_dump(cri: Cri, container: Container) -> None:
@@ -378,18 +388,11 @@ def _explain(cri: Cri, container: Container, error: CallError, timeout_s: int) -
         return f"{text}; install criu 4.1 or later into a directory of the runtime's PATH"
     if "cannot pause a paused container" in str(error):
         return f"{text}; another checkpoint of it is under way, or somebody has paused it"
-    if was_not_frozen(str(error)):
-        return f"{text}; {TOO_BUSY}"
+    if freezer.was_not_frozen(str(error)):
+        return f"{text}; {freezer.TOO_BUSY}"
     if error.code == "UNAVAILABLE":
         return f"{text}; the runtime has ended or was restarted meanwhile"
-    lines = _criu_log(str(error), container)
+    # containerd's error says where it has put criu's log, which may not be seen from here.
+    log = re.search(rf"path= (/[^\s:]*/{re.escape(container.id)}/criu-dump\.log)", str(error))
+    lines = map(printable, errors_in(Path(log[1]))) if log else ()
     return "\n".join([text, *(f"  criu: {line}" for line in lines)])
-
-
-def _criu_log(text: str, container: Container) -> list[str]:
-    """What criu's log says of the failure, if containerd's error says where it has put it."""
-    match = re.search(rf"path= (/[^\s:]*/{re.escape(container.id)}/criu-dump\.log)", text)
-    if match is None:
-        return []
-    # Nothing, if the runtime's directories are not to be seen from here.
-    return [printable(line) for line in errors_in(Path(match[1]))]

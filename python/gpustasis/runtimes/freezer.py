@@ -32,6 +32,7 @@ TOO_BUSY = (
     "is too busy to freeze all of its tasks"
 )
 _POLL_S = 0.01
+_CRUN_FAILED = re.compile(r'running "[^"]*crun[^"]*" \["checkpoint"')
 _CONTAINER = re.compile(r"(?:crio-|cri-containerd-)?([0-9a-f]{64})(?:\.scope)?")
 _BELOW = "container"
 
@@ -42,6 +43,14 @@ def was_not_frozen(error: str) -> bool:
     second, and on a busy node some of many tasks get no processor within that time. Source:
     opencontainers/cgroups 0.0.4, fs/freezer.go."""
     return "unable to freeze" in error
+
+
+def may_be_left_paused(error: str) -> bool:
+    """Whether CRI-O says that crun could not checkpoint a container. CRI-O pauses it before, and
+    resumes it only if crun says that it is paused. With cgroup v1 crun says so once all tasks
+    stand, and on a busy node a crun that fails at once has failed before that. Source: CRI-O
+    1.36, internal/lib/checkpoint.go; crun 1.28, src/libcrun/cgroup.c."""
+    return _CRUN_FAILED.search(error) is not None
 
 
 class Tries:

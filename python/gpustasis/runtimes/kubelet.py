@@ -295,6 +295,11 @@ def _explain_status(
             return f"{said}; {freezer.TOO_BUSY}"
         if "checkpointing of" not in reason:  # nor has anything been tried
             return said
+        if freezer.may_be_left_paused(reason):
+            return (
+                f"{said}; with crun and cgroup v1, CRI-O may have left the container paused; on "
+                f"the node: gpustasis crio resume {target.path}"
+            )
         return (
             f"{said}; the container runs on, and criu's log is in the runtime's state on the node"
         )
