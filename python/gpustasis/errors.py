@@ -98,7 +98,8 @@ class EmulatorError(CheckpointError):
 
 
 class EngineError(CheckpointError):
-    """A container engine or a kubelet cannot be reached, refused what was asked, or failed."""
+    """A container engine or a kubelet cannot be reached, refused what was asked, or failed. One
+    whose message says that an archive is complete has left the container paused."""
 
     exit_code = 16
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from support.asked_again import UNFROZEN, ask_again, done_once_frozen
 from support.containerd_node import JOB_IMAGE, ContainerdNode, Pod
 from support.containerd_node import Container as NodeContainer
 from support.engine_root import EngineRoot
@@ -49,6 +50,7 @@ def test_a_gpu_container_goes_to_another_node(
     tmp_path: Path,
 ) -> None:
     job = pod.job("mover", "--mib", "8", "--children", "1")
+    job.run_on(6)  # of two processes: both have made three steps
     archive = shared / "mover.tar"
     done = node.root.run("gpustasis", "containerd", "checkpoint", job.path, "--export", archive)
     assert re.fullmatch(
@@ -146,7 +148,8 @@ def test_a_checkpoint_that_takes_too_long_leaves_the_container_running(
 ) -> None:
     node.root.run("gpustasis", "emulator", fault, "add", operation, "delay", "--delay-ms", "3000")
     words = ("gpustasis", "containerd", "checkpoint", job.id, "-e", shared / "late.tar")
-    done = node.root.run(*words, "--timeout", "1", check=False)
+    # With so little time it does not ask again by itself where the job did not freeze.
+    done = ask_again(lambda: node.root.run(*words, "--timeout", "1", check=False), UNFROZEN)
     assert done.returncode == 16
     assert "took longer than 1 s" in done.stderr
     assert [path.name for path in shared.iterdir() if "late" in path.name] == []
@@ -156,7 +159,8 @@ def test_a_checkpoint_that_takes_too_long_leaves_the_container_running(
 def test_a_container_left_paused_is_resumed(
     node: ContainerdNode, job: NodeContainer, shared: Path, fault: str
 ) -> None:
-    node.root.run("ctr", "-n", "k8s.io", "tasks", "pause", job.id)
+    pause = ("ctr", "-n", "k8s.io", "tasks", "pause", job.id)
+    done_once_frozen(lambda: node.root.run(*pause, check=False))
     done = node.root.run("gpustasis", "containerd", "resume", job.path)
     assert "was paused and runs on" in done.stdout
     job.run_on()
@@ -184,9 +188,10 @@ def test_ctr_checkpoints_with_the_plugin(
     node: ContainerdNode, job: NodeContainer, shared: Path
 ) -> None:
     images = shared / "ctr-images"
-    node.root.run(
+    words = (
         *("ctr", "-n", "k8s.io", "tasks", "checkpoint"),
         *("--image-path", images, "--work-path", images, job.id),
     )
+    done_once_frozen(lambda: node.root.run(*words, check=False))
     job.run_on()
     assert "1 image whole" in node.root.run("gpustasis", "verify", images).stdout

@@ -10,12 +10,26 @@ from pathlib import Path
 
 import pytest
 
+from support.asked_again import UNFROZEN
 from support.containerd_node import JOB_IMAGE, REGISTRY, ContainerdNode, Pod, wait_for
 from support.engine_gpu import DEVICE
 from support.engine_root import EngineRoot
 
 HOME = Path("/srv/operator")
-TIMEOUT_S = 120.0
+TIMEOUT_S = 240.0
+# ctr pauses a task before it checkpoints it. Where that fails for want of processor time nothing
+# else was done, so it is asked again.
+ASK_AGAIN = f"""ctr() {{
+    local end=$((SECONDS + 60))
+    until command ctr "$@" 2>/tmp/ctr-errors; do
+        if ! grep --quiet "{UNFROZEN}" /tmp/ctr-errors || [ $SECONDS -ge $end ]; then
+            cat /tmp/ctr-errors >&2
+            return 1
+        fi
+        sleep 0.1
+    done
+}}
+"""
 
 
 def blocks(document: Path, kind: str) -> list[str]:
@@ -53,7 +67,9 @@ def shell(fresh: ContainerdNode) -> Shell:
 
     def run(script: str, **variables: str) -> str:
         return fresh.root.run(
-            *("env", "--chdir", HOME, "bash", "-euc", script), environ=variables
+            *("env", "--chdir", HOME, "bash", "-euc", ASK_AGAIN + script),
+            environ=variables,
+            timeout_s=TIMEOUT_S,
         ).stdout
 
     return run

@@ -12,18 +12,24 @@ shared   a directory that has the same path on the node and here
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
+from xdist.scheduler import LoadGroupScheduling
 
 from gpustasis.runtimes.kubelet_archives import DIRECTORY
 from support.containerd_node import ContainerdNode
 from support.crio_node import CrioNode
 from support.kubernetes_node import KubernetesNode, node_root
 
-PROGRAMS = Path(__file__).resolve().parent.parent / "programs"
+HERE = Path(__file__).resolve().parent
+PROGRAMS = HERE.parent / "programs"
+TIMEOUT_S = 900  # of a test that has none of its own; nodes start one after the other
+_RUNTIME = re.compile(rf"\[(?:.*-)?({ContainerdNode.name}|{CrioNode.name})(?:-.*)?\]")
 
 
 @pytest.fixture(scope="session")
@@ -38,6 +44,28 @@ def job_program(compile_cuda: Callable[..., Path]) -> Path:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "with_crio: of clusters with CRI-O alone")
+
+
+class ByRuntime(LoadGroupScheduling):
+    """The groups of pytest_generate_tests, found by the tests' names. pytest-xdist 3.8 finds none
+    with pytest 9.2: each process would start a cluster of each runtime."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        found = _RUNTIME.search(nodeid)
+        return found[1] if found else super()._split_scope(nodeid)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByRuntime | None:
+    return ByRuntime(config, log) if config.getoption("dist") == "loadgroup" else None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("timeout") is not None:
+        return
+    for item in items:  # of the whole run
+        if HERE in item.path.parents and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(TIMEOUT_S))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -13,12 +13,14 @@ from support.certificates import Authority
 from support.gpu_pod import GpuPod
 from support.kubernetes_node import ADDRESS, API_SERVER, NODE, SERVER_USER, KubernetesNode
 from support.kubernetes_objects import PLACE, binding, role
+from support.rights import wait_for_right
 
 pytestmark = pytest.mark.usefixtures("tidy")
 
 # The caller's user, what its role allows, and how it asks.
 PROXY = ("--api-server", API_SERVER, "--node", NODE)
 DIRECT = ("--node", ADDRESS)
+CHECKPOINT = ("create", "nodes/checkpoint")  # what a checkpoint needs of a kubelet
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +51,7 @@ def account(cluster: KubernetesNode, user: str, verb: str, resource: str) -> Non
         role(user, verb, resource),
         bound,
     )
+    wait_for_right(cluster, f"system:serviceaccount:default:{user}", verb, resource)
 
 
 @pytest.mark.parametrize(
@@ -98,9 +101,11 @@ def test_an_api_server_that_may_not_is_told_from_a_caller_that_may_not(
     account(cluster, "caller", "create", "nodes/proxy")
     cluster.kubectl("delete", "clusterrolebinding", "kubelet-checkpoint")
     try:
+        wait_for_right(cluster, SERVER_USER, *CHECKPOINT, held=False)
         done = ask(cluster, pod, "caller", *PROXY)
     finally:
         cluster.apply(binding("kubelet-checkpoint", "kubelet-checkpoint", SERVER_USER))
+        wait_for_right(cluster, SERVER_USER, *CHECKPOINT)
     assert done.returncode == 16
     assert "the kubelet refuses" in done.stderr and SERVER_USER in done.stderr, done.stderr
 

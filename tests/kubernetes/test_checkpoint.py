@@ -15,11 +15,13 @@ from gpustasis.runtimes.kubelet_archives import DIRECTORY
 from support.containerd_node import KUBELET_PORT, end, wait_for
 from support.gpu_pod import GpuPod
 from support.json_output import check_document
-from support.kubernetes_faults import other_kubelet
-from support.kubernetes_node import ADDRESS, NODE, KubernetesNode
+from support.kubernetes_faults import Client, other_kubelet
+from support.kubernetes_node import ADDRESS, NODE, TIMEOUT_S, KubernetesNode
 from support.kubernetes_objects import PLACE, pod_of
 
 pytestmark = pytest.mark.usefixtures("tidy")
+
+SLOW_S = 20
 
 
 def test_through_the_api_server(cluster: KubernetesNode) -> None:
@@ -57,11 +59,25 @@ def pods(cluster: KubernetesNode) -> list[GpuPod]:
 
 @pytest.fixture
 def slow(cluster: KubernetesNode) -> Iterator[None]:
-    """The driver takes three seconds for a checkpoint."""
+    """The driver takes SLOW_S for the next checkpoint."""
     fault = ("gpustasis", "emulator", "fault")
-    cluster.root.run(*fault, "add", "checkpoint", "delay", "--delay-ms", "3000")
+    delay = str(SLOW_S * 1000)
+    cluster.root.run(*fault, "add", "checkpoint", "delay", "--delay-ms", delay)
     yield
     cluster.root.run(*fault, "clear")
+
+
+def begin(cluster: KubernetesNode, *words: str) -> Client:
+    """Ask for checkpoints; the driver is at the first one, and slow."""
+    log = cluster.root.path("/tmp/slow-client.log")
+
+    def start() -> subprocess.Popen[str]:
+        with log.open("w") as errors:
+            return cluster.root.start(*DIRECT, *words, stdout=subprocess.PIPE, stderr=errors)
+
+    client = Client(start, log)
+    cluster.wait_for_driver(client)
+    return client
 
 
 def test_many_pods_at_once(cluster: KubernetesNode, pods: list[GpuPod]) -> None:
@@ -112,15 +128,12 @@ def test_the_runtimes_reason_is_passed_on(cluster: KubernetesNode, pods: list[Gp
 def test_an_interrupt_begins_no_more(cluster: KubernetesNode, pods: list[GpuPod]) -> None:
     """What is under way is waited for: the node would go on with it anyway."""
     words = ("--parallel", "1", "--json", *(pod.path for pod in pods))
-    client = cluster.root.start(*DIRECT, *words, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-
-    def dumping() -> bool:
-        return cluster.root.run("pgrep", "-x", "criu", check=False).returncode == 0
-
-    wait_for(dumping, "criu", cluster.log)
-    end(client, "INT")
-    said, errors = client.communicate()
-    assert client.returncode == 16
+    client = begin(cluster, *words)
+    assert client.poll() is None, client.said()
+    end(client.process, "INT")
+    said, _ = client.process.communicate()
+    errors = client.log.read_text()
+    assert client.poll() == 16, errors
     assert errors.startswith("no more are begun; waiting for those under way\n"), errors
     assert [result["ok"] for result in json.loads(said)["checkpoints"]] == [True, False]
     assert f"{pods[1].path} on {ADDRESS}: not begun" in errors
@@ -128,9 +141,9 @@ def test_an_interrupt_begins_no_more(cluster: KubernetesNode, pods: list[GpuPod]
 
 @pytest.fixture
 def impatient(cluster: KubernetesNode, pods: list[GpuPod]) -> Iterator[None]:
-    """The kubelet gives its runtime one second for what it is asked, or what the client says if
-    that is more."""
-    with other_kubelet(cluster, runtimeRequestTimeout="1s"):
+    """The kubelet gives its runtime ten seconds for what it is asked, or what the client says if
+    that is more. Ten are enough for all but a slow checkpoint."""
+    with other_kubelet(cluster, runtimeRequestTimeout="10s"):
         wait_for(lambda: cluster.kubelet_knows(pods[0]), "pod that it knows", cluster.log)
         yield
 
@@ -140,12 +153,14 @@ def test_a_timeout_is_passed_on(cluster: KubernetesNode, pods: list[GpuPod]) -> 
     """A runtime may leave a container paused whose checkpoint a kubelet gives up; the message says
     how to go on, and that works."""
     pod = pods[0]
-    begin = time.monotonic()
-    done = cluster.root.run(*DIRECT, "--timeout", "2", pod.path, check=False)
-    assert done.returncode == 16
-    assert time.monotonic() - begin > 2  # the kubelet's own is less
-    assert "not done in 2 s; --timeout gives it longer" in done.stderr, done.stderr
+    begun = time.monotonic()
+    client = begin(cluster, "--timeout", "12", pod.path)
+    client.process.communicate(timeout=TIMEOUT_S)
+    errors = client.log.read_text()
+    assert client.poll() == 16, errors
+    assert time.monotonic() - begun > 12  # the kubelet's own is less
+    assert "not done in 12 s; --timeout gives it longer" in errors, errors
     resume = f"gpustasis {cluster.runtime.command} resume {pod.path}"
-    assert resume in done.stderr
+    assert resume in errors
     cluster.root.run(*resume.split())
     pod.run_on(1)

@@ -119,7 +119,7 @@ def test_what_hinders_no_checkpoint_of_this_pod(cluster: KubernetesNode, pod: Gp
     runc = root.path("/usr/sbin/runc").read_bytes()
     with ExitStack() as stack:
         for change in (
-            line("timeout 3")(root),
+            line("timeout 9")(root),
             with_file(root, "/usr/local/sbin/runc", runc + b"(runc_nocriu)", 0o755),
             with_file(root, "/usr/share/containers/oci/hooks.d/nvidia.json", NVIDIA_HOOK),
             without(root, layout.HOOK_DEFINITION),
@@ -127,7 +127,7 @@ def test_what_hinders_no_checkpoint_of_this_pod(cluster: KubernetesNode, pod: Gp
             stack.enter_context(change)
         found = findings(cluster)
         said = problems(found)
-        assert "timeout 3" in found["criu timeout"][0]["text"]
+        assert "timeout 9" in found["criu timeout"][0]["text"]
         assert "/usr/local/sbin/runc is built without checkpoints" in said["runc"]
         assert "nvidia.json: its mounts are in no config.json" in said["NVIDIA's legacy hook"]
         assert f"{layout.HOOK_DEFINITION}: it is missing" in said["installation"]
@@ -258,8 +258,8 @@ def test_an_archive(cluster: KubernetesNode) -> None:
     root = cluster.root
     root.path("/srv/of-this-node").mkdir()
     mounts = {"/data": "/srv/of-this-node"}
-    cluster.apply(pod_of("archived", "default", ("--mib", "2"), mounts=mounts))
-    archived = GpuPod(cluster, "archived", "default")
+    cluster.apply(pod_of("of-archive", "default", ("--mib", "2"), mounts=mounts))
+    archived = GpuPod(cluster, "of-archive", "default")
     archived.wait_for_start()
     archived.run_on(1)
     archive = str(cluster.checkpoint(archived))

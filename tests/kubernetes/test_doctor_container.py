@@ -109,13 +109,22 @@ def test_connections_that_criu_is_told_to_take_along(
 
 def test_a_worker_with_a_gpus_file(cluster: KubernetesNode, troubled: GpuPod) -> None:
     """/dev/nvidia0 stands for /dev/null here, which CRIU dumps."""
-    said = problems(findings(cluster, "--container", of(troubled, "gpu-file")))
-    assert "has a GPU's files open and does not use CUDA" in said["GPU processes"]
+    name = "GPU processes"
+
+    def said() -> dict[str, str]:
+        return problems(findings(cluster, "--container", of(troubled, "gpu-file")))
+
+    wait_for(lambda: name in said(), name, troubled.story)
+    assert "has a GPU's files open and does not use CUDA" in said()[name]
 
 
 def test_a_container_that_calls_itself_kubelet(cluster: KubernetesNode, troubled: GpuPod) -> None:
     """It is not run, and not looked at."""
-    assert cluster.root.run("pgrep", "-xc", "kubelet").stdout.strip() == "2"
+
+    def counted() -> str:
+        return cluster.root.run("pgrep", "-xc", "kubelet").stdout.strip()
+
+    wait_for(lambda: counted() == "2", "container of that name", troubled.story)
     (only,) = findings(cluster)["kubelet"]
     assert only["status"] == "ok" and "v1.36" in only["text"]
 
@@ -187,7 +196,7 @@ def test_a_pod_without_room_to_stage_gpu_memory(cluster: KubernetesNode) -> None
 def test_a_paused_container(cluster: KubernetesNode, pod: GpuPod) -> None:
     """As a runtime that died in a checkpoint leaves it, and as it finds it when it is back."""
     resume = f"gpustasis {cluster.runtime.command} resume {pod.path}"
-    said = f"it is paused, as a checkpoint that was cut off leaves it -> {resume}"
+    said = f"it is paused, as a checkpoint may leave it -> {resume}"
     with paused(cluster, pod):
         assert said in problems(findings(cluster, "--container", pod.path))["container"]
         if isinstance(cluster.runtime, CrioNode):
@@ -200,4 +209,4 @@ def test_a_paused_container(cluster: KubernetesNode, pod: GpuPod) -> None:
             restart(cluster)
             assert said in problems(findings(cluster, "--container", pod.path))["container"]
             assert "was paused and runs on" in cluster.root.run(*resume.split()).stdout
-    pod.run_on(1)
+            pod.run_on(1)

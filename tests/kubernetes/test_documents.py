@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from gpustasis.runtimes.kubelet_archives import DIRECTORY
-from support.containerd_node import JOB_IMAGE, REGISTRY, ContainerdNode
+from support.containerd_node import JOB_IMAGE, REGISTRY, ContainerdNode, wait_for
 from support.engine_root import EngineRoot
 from support.gpu_pod import GpuPod
 from support.kubernetes_node import ADDRESS, ADMIN, API_SERVER, NODE, KubernetesNode, node_root
@@ -22,6 +22,7 @@ from support.kubernetes_objects import PLACE, RESOURCE
 pytestmark = pytest.mark.xdist_group("documents")
 
 HOME = Path("/srv/operator")
+SCRIPT_S = 600.0  # some of their commands wait for 300 s themselves
 _KIND = re.compile(r"^```sh (node|cluster)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _KUBELET = re.compile(r"^```sh kubelet\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _ANY = re.compile(r"^```sh", re.MULTILINE)
@@ -57,6 +58,7 @@ def undo_installation(root: EngineRoot, repository: Path) -> None:
     )
 
 
+@pytest.mark.timeout(1800)
 def test_every_command(empty: KubernetesNode, repository: Path) -> None:
     assert isinstance(empty.runtime, ContainerdNode)
     text = (repository / "docs/kubernetes.md").read_text()
@@ -73,12 +75,17 @@ def test_every_command(empty: KubernetesNode, repository: Path) -> None:
         "archive": "",
     }
     said, moment = "", ""
+    trainer = GpuPod(empty, "trainer", "default")
     for _, script in blocks:
+        if script.startswith("gpustasis kubelet checkpoint"):  # "Ready" says nothing of steps
+            wait_for(lambda: trainer.steps() > 2, "three steps", trainer.story)
         if "trainer-again" in script:
             moment = datetime.now(UTC).isoformat()
         end = '\necho "archive is $archive"\n'
         said = empty.root.run(
-            *("env", "--chdir", HOME, "bash", "-euc", script + end), environ=named
+            *("env", "--chdir", HOME, "bash", "-euc", script + end),
+            environ=named,
+            timeout_s=SCRIPT_S,
         ).stdout
         named["archive"] = said.rsplit("archive is ", 1)[1].strip()
         if "gpustasis verify" in script:

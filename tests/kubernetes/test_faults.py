@@ -6,8 +6,11 @@ from __future__ import annotations
 
 import pytest
 
+from support.asked_again import UNFROZEN, ask_again
 from support.containerd_node import wait_for
 from support.crio_node import CrioNode
+from support.doctor import ask
+from support.idle_kubelet import wait_until_idle
 from support.kubernetes_faults import checkpoint_under_way, kubelet_away, runtime_away
 from support.kubernetes_node import KubernetesNode
 
@@ -24,7 +27,10 @@ def test_the_kubelet_is_killed(cluster: KubernetesNode) -> None:
         assert client.wait(60) == 16, "the checkpoint was not broken off"
     pod.run_on()
     wait_for(lambda: cluster.kubelet_knows(pod), "pod that the kubelet knows", cluster.log)
-    archive = cluster.checkpoint(pod)
+    # To CRI-O it is paused until CRI-O has asked runc once more, after the resume.
+    done = ask_again(lambda: ask(cluster, pod.path), "is not running", UNFROZEN)
+    assert done.returncode == 0, done.stderr
+    archive = done.stdout.split()[-1]
     assert "1 image whole" in cluster.root.run("gpustasis", "verify", archive).stdout
     pod.run_on()
     assert pod.container_id() == container != "", pod.story()
@@ -34,6 +40,7 @@ def test_the_kubelet_is_killed(cluster: KubernetesNode) -> None:
 def test_the_runtime_is_killed(cluster: KubernetesNode) -> None:
     """Both runtimes have paused the container, and neither remembers that."""
     pod = cluster.job("runtime-killed", "--mib", "4")
+    wait_until_idle(cluster)  # else it may replace the container within the dump
     with checkpoint_under_way(cluster, pod, DELAY_MS) as client, runtime_away(cluster):
         assert client.wait(60) == 16, "the checkpoint was not broken off"
     said = cluster.root.run("gpustasis", cluster.runtime.command, "resume", pod.path).stdout

@@ -15,6 +15,7 @@ import pytest
 from support.gpu_pod import GpuPod
 from support.kubernetes_node import ADMIN, API_SERVER, NODE, KubernetesNode
 from support.kubernetes_objects import PLACE
+from support.rights import wait_for_right
 
 pytestmark = pytest.mark.usefixtures("tidy")
 
@@ -38,6 +39,7 @@ def files(cluster: KubernetesNode) -> dict[str, str]:
     cluster.kubectl("create", "serviceaccount", "automat")
     words = ("--clusterrole", "cluster-admin", "--serviceaccount", "default:automat")
     cluster.kubectl("create", "clusterrolebinding", "automat", *words)
+    wait_for_right(cluster, "system:serviceaccount:default:automat", "create", "nodes/checkpoint")
     made = {"token": cluster.kubectl("create", "token", "automat").stdout}
     for name in ("pem", "key"):
         made[name] = cluster.root.path(PLACE / f"admin-client.{name}").read_text()

@@ -12,7 +12,8 @@ from support.kubernetes_node import KubernetesNode
 
 pytestmark = [pytest.mark.usefixtures("tidy"), pytest.mark.with_crio]
 
-LOOK_S = 20
+LOOK_S = 40
+TIMEOUT_S = 180.0  # of a checkpoint of the job
 
 
 def test_two_pods_are_in_it_or_none_is(cluster: KubernetesNode) -> None:
@@ -33,12 +34,12 @@ def test_two_pods_are_in_it_or_none_is(cluster: KubernetesNode) -> None:
         ]
         begun = [cluster.begin_checkpoint(pod) for pod in pods]
         for client in begun:
-            wait_for(lambda client=client: client.poll() is not None, "end", cluster.log)
+            wait_for(lambda client=client: client.poll() is not None, "end", cluster.log, TIMEOUT_S)
             assert client.poll() == 0, client.said() + log_of_agent(node)
         for pod in pods:
             pod.run_on()
         alone = cluster.begin_checkpoint(pods[0])
-        wait_for(lambda: alone.poll() is not None, "end", cluster.log)
+        wait_for(lambda: alone.poll() is not None, "end", cluster.log, TIMEOUT_S)
         assert alone.poll() != 0
         assert "epoch 2 is aborted: phase look took too long" in alone.said(), alone.said()
         for pod in pods:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,14 +35,29 @@ def job(cluster: KubernetesNode) -> Iterator[None]:
     cluster.kubectl("delete", "replicaset", NAME)
 
 
+class Listed(GpuPod):
+    """As a list had it: by now it may be gone."""
+
+    def __init__(self, node: KubernetesNode, item: dict[str, Any]) -> None:
+        super().__init__(node, item["metadata"]["name"], item["metadata"]["namespace"])
+        self._status = item["status"]
+
+    def status(self) -> Any:
+        return self._status
+
+
 def running(cluster: KubernetesNode, before: str = "") -> GpuPod:
     """The job's pod in another container than `before`; it has made two steps there."""
     found: list[GpuPod] = []
 
     def runs() -> bool:
         items = cluster.get("pods", "--selector", f"set={NAME}")["items"]
-        pods = [GpuPod(cluster, one["metadata"]["name"], "default") for one in items]
-        found[:] = [one for one in pods if one.container_id() not in ("", before)]
+        pods = [Listed(cluster, one) for one in items]
+        found[:] = [
+            GpuPod(cluster, one.name, one.namespace)
+            for one in pods
+            if one.container_id() not in ("", before)
+        ]
         return bool(found)
 
     wait_for(runs, "running job", cluster.log, TIMEOUT_S)

@@ -9,22 +9,26 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
-from gpustasis.runtimes.containerd import Container
+from gpustasis.runtimes.cri_containers import Container
 from gpustasis.runtimes.kubelet_archives import DIRECTORY
 from gpustasis.runtimes.pauses import IN_FLIGHT_S, SETTLE_S
+from support.container_logs import whole_lines
 from support.containerd_node import wait_for
 from support.gpu_pod import GpuPod
+from support.idle_kubelet import wait_until_idle
 from support.json_output import check_document
-from support.kubernetes_faults import checkpoint_under_way, paused, runtime_away
+from support.kubernetes_faults import Client, checkpoint_under_way, paused, runtime_away
 from support.kubernetes_node import TIMEOUT_S, KubernetesNode
 
 pytestmark = pytest.mark.usefixtures("tidy")
 
 END_S = 15.0  # after a SIGTERM
-SYNC_S = 3.0  # for what a kubelet does when a container has started
+DUMP_S = 60.0  # longer than a runtime takes to start
+TRIES = 5
 
 
 class Watch:
@@ -50,7 +54,7 @@ class Watch:
     def events(self) -> list[str]:
         """What has happened: kind, or kind and NAMESPACE/POD/CONTAINER. But for what is there for a
         moment only, and may not be seen: a runtime that is away, or does not answer yet."""
-        lines = os.pread(self._said.fileno(), 1 << 20, 0).decode().splitlines()
+        lines = whole_lines(os.pread(self._said.fileno(), 1 << 20, 0).decode())
         found = [check_document(line, self._command)["event"] for line in lines]
         said: list[str] = []
         for one in found:
@@ -133,7 +137,7 @@ def settle(pod: GpuPod) -> int:
     def same() -> bool:
         time.sleep(1)
         seen.append(pod.steps())
-        return seen[-2:] == [seen[-1]] * 2
+        return seen[-3:] == [seen[-1]] * 3
 
     wait_for(same, f"end of what {pod.name} says", pod.story)
     return seen[-1]
@@ -161,14 +165,18 @@ def test_a_runtime_that_comes_back_during_the_dump(cluster: KubernetesNode, watc
     """A kubelet that is cut off in the middle of a sync tries it again within the dump, and then
     replaces a container that containerd does not know the state of."""
     pod = cluster.job("back-sooner", "--mib", "4")
-    time.sleep(SYNC_S)
+    wait_until_idle(cluster)
     container = pod.container_id()
-    with checkpoint_under_way(cluster, pod, 15_000):
+
+    def dumps() -> bool:
+        return cluster.root.run("pgrep", "-x", "criu", check=False).returncode == 0
+
+    with checkpoint_under_way(cluster, pod, int(DUMP_S * 1000)):
         with runtime_away(cluster):
             pass
         watch.wait_for("ended", "watching")
-        dumping = cluster.root.run("pgrep", "-x", "criu", check=False).returncode == 0
-        assert dumping, f"the runtime took longer to come back than the dump: {watch.story()}"
+        assert dumps(), f"the runtime took longer to come back than the dump: {watch.story()}"
+    wait_for(lambda: not dumps(), "end of the dump", watch.story, TIMEOUT_S + DUMP_S)
     pod.run_on()
     assert pod.container_id() == container != "", pod.story()
     late = [f"unknown {pod.path}"] if cluster.runtime.name == "containerd" else []
@@ -177,27 +185,57 @@ def test_a_runtime_that_comes_back_during_the_dump(cluster: KubernetesNode, watc
     pod.delete()
 
 
+def runtime_ended_while_it_writes(
+    cluster: KubernetesNode, watch: Watch, pod: GpuPod
+) -> tuple[Client, Path]:
+    """It is killed once the archive has its name. Where this process stood still meanwhile, the
+    archive may be whole by then: that one is removed, and another try begins."""
+    place = cluster.root.path(DIRECTORY)
+    before = set(place.iterdir())
+    for _ in range(TRIES):
+        client = cluster.begin_checkpoint(pod)
+        deadline = time.monotonic() + TIMEOUT_S
+        while True:
+            ended = client.poll() is not None  # before the look: what is there then, it has made
+            if made := set(place.iterdir()) - before:
+                break
+            if ended:
+                client.require_running()
+            assert time.monotonic() < deadline, client.said()
+            time.sleep(0.001)
+        with runtime_away(cluster):
+            pass
+        (archive,) = (DIRECTORY / one.name for one in made)
+        done = cluster.root.run("gpustasis", "verify", archive, check=False)
+        if done.returncode != 0:
+            return client, archive
+        assert "1 image whole" in done.stdout, done
+        assert client.wait(TIMEOUT_S) in (0, 16), client.said()
+        cluster.root.path(archive).unlink()
+        watch.wait_for("ended", "watching")
+        pod.run_on()
+        with runtime_away(cluster):  # after that end the watch has nothing of the try to say
+            pass
+        watch.wait_for("ended", "watching", "ended", "watching")
+        watch.forget()
+        cluster.wait_for_runtime()
+    raise AssertionError(f"{TRIES} times the archive was whole before the end of its runtime")
+
+
 def test_a_runtime_that_ends_while_it_writes_the_archive(
     cluster: KubernetesNode, watch: Watch
 ) -> None:
     """The archive has its name already, and is cut short: every command says so. CRI-O lets a
     container stand still until the archive is written, containerd does not."""
-    root, place = cluster.root, cluster.root.path(DIRECTORY)
-    pod = cluster.job("cut", "--mib", "64")
-    container, before = pod.container_id(), set(place.iterdir())
-    client = cluster.begin_checkpoint(pod)
-    deadline = time.monotonic() + TIMEOUT_S
-    while not (made := set(place.iterdir()) - before):
-        assert time.monotonic() < deadline and client.poll() is None, client.said()
-        time.sleep(0.001)
-    with runtime_away(cluster):
-        pass
+    root = cluster.root
+    pod = cluster.job("cut", "--mib", "256")
+    container = pod.container_id()
+    client, archive = runtime_ended_while_it_writes(cluster, watch, pod)
     assert client.wait(TIMEOUT_S) == 16, client.said()
     pod.run_on()
     resumed = [pod.path] if cluster.runtime.name == "CRI-O" else []
     watch.wait_for("ended", "watching")
     watch.wait_for("ended", *(f"resumed {path}" for path in resumed))  # before that, or after it
-    (archive,) = (DIRECTORY / one.name for one in made)
     for words in (
         ("verify", archive),
         ("inspect", archive),
@@ -227,9 +265,10 @@ def test_nothing_else_is_resumed(cluster: KubernetesNode, watch: Watch) -> None:
     with paused(cluster, by_hand):
         steps = settle(by_hand)
         with checkpoint_under_way(cluster, other, 4000) as client:
-            assert client.wait(60) == 0, client.said()
+            assert client.wait(TIMEOUT_S) == 0, client.said()
         other.run_on()
-        assert by_hand.steps() == steps and watch.events() == ["ended", "watching"], watch.story()
+        happened = [one for one in watch.events() if one != f"kept {by_hand.path}"]  # after 60 s
+        assert by_hand.steps() == steps and happened == ["ended", "watching"], watch.story()
     by_hand.run_on()
     other.delete()
     by_hand.delete()
@@ -240,7 +279,7 @@ def test_what_was_paused_before_the_watch_began_stays_so(
 ) -> None:
     """Also when the runtime ends. That a watch which has seen the pause begin takes it for the
     runtime's then is why the other one is ended."""
-    pod = cluster.job("kept", "--mib", "4")
+    pod = cluster.job("left-alone", "--mib", "4")
     watch.end()
     with paused(cluster, pod), watching(cluster) as later:
         steps = settle(pod)

@@ -7,11 +7,13 @@ abandon       abandon(job, images, with_worker=True): a dump whose criu dies, al
               with_guardians=False: who puts the memory back is left; drops=False: none was dropped
 nodes         two nodes on this host, by their configurations
 keeper        the copies of the one that keeps them, while it takes more
+cri_path      of a runtime's socket
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,6 +25,7 @@ import pytest
 
 from gpustasis.peers.copies import Copies
 from gpustasis.recovery import GUARDIAN_COMM, WORKER_COMM
+from gpustasis.runtimes import cri_containers
 from gpustasis.task import find_users
 from support.checkpoint import Checkpointer
 from support.criu_roots import preferred_criu
@@ -129,3 +132,13 @@ def nodes(tmp_path: Path, arena: Path) -> Nodes:
 def keeper(nodes: Nodes) -> Iterator[Copies]:
     with serving(nodes.keeper) as server:
         yield server.copies
+
+
+@pytest.fixture
+def cri_path(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """pytest's own directories may be too long for one."""
+    directory = Path("/run") / f"gpustasis-test-{os.getpid()}"
+    directory.mkdir(mode=0o700)
+    monkeypatch.setattr(cri_containers, "LOCKS", directory / "run/locks")
+    yield directory / "cri.sock"
+    shutil.rmtree(directory)

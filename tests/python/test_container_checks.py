@@ -36,6 +36,34 @@ def test_nothing_hinders(launch: Callable[..., Job]) -> None:
     assert "config.json was not found" in found["mounts"].text
 
 
+@pytest.mark.parametrize(
+    ("place", "text", "paused"),
+    [
+        ("freezer/c/freezer.state", "FREEZING", True),
+        ("freezer/c/freezer.state", "FROZEN", True),
+        ("freezer/c/freezer.state", "THAWED", False),
+        ("c/cgroup.freeze", "1", True),
+        ("c/cgroup.freeze", "0", False),
+    ],
+)
+def test_a_paused_container(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    launch: Callable[..., Job],
+    place: str,
+    text: str,
+    paused: bool,
+) -> None:
+    """Also while its tasks still freeze: criu, at its end, waits for none of them."""
+    (tmp_path / place).parent.mkdir(parents=True)
+    (tmp_path / place).write_text(f"{text}\n")
+    monkeypatch.setattr(container_checks, "_GROUPS", tmp_path)
+    pid = launch([Path("/bin/sleep"), "1000"]).pid
+    container = Container(name="x", init=pid, tasks=(pid,), group="/c", config=None)
+    found = {one.name: one for one in container_checks.check(container, NONE, NONE)}
+    assert ("it is paused" in found["container"].text) == paused
+
+
 MIB = 1 << 20
 V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
 V2 = ("memory.max", "memory.current", "")

@@ -4,14 +4,12 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,88 +17,76 @@ import grpc
 import pytest
 
 from gpustasis.errors import EngineError
-from gpustasis.runtimes import containerd
-from gpustasis.runtimes.cri import GET_TASK, RESUME_TASK, RUNNING, TASK_PAUSED, Cri
-from support.cri_server import Answer, CriServer, inventory
+from gpustasis.runtimes import containerd, cri_containers
+from gpustasis.runtimes.cri import RESUME_TASK, Cri
+from support.cri_server import (
+    CONTAINERS,
+    ONE,
+    TWO,
+    Answer,
+    CriServer,
+    Paused,
+    inventory,
+    refuse,
+)
 from support.job import ended
 
 TESTS = Path(__file__).resolve().parent.parent
-ONE, TWO, DEAD = "1" * 64, "12" * 32, "dead" * 16
-EXITED = 2  # ContainerState.CONTAINER_EXITED
-CONTAINERS = {ONE: RUNNING, TWO: RUNNING, DEAD: EXITED}
-
-
-def refuse(code: grpc.StatusCode, details: str) -> Answer:
-    def answer(request: Any, context: Any) -> dict[str, object]:
-        context.abort(code, details)
-        raise AssertionError("abort raises")
-
-    return answer
-
-
 UNFROZEN = f'checkpointing container "{TWO}" failed: OCI runtime pause failed: unable to freeze'
 # As containerd 1.7.24 answers: the method is there, and says so.
 OLD = refuse(grpc.StatusCode.UNIMPLEMENTED, "method CheckpointContainer not implemented")
 
 
-@pytest.fixture
-def path(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Of a socket; pytest's own directories may be too long for one."""
-    directory = Path("/run") / f"gpustasis-test-{os.getpid()}"
-    directory.mkdir(mode=0o700)
-    monkeypatch.setattr(containerd, "LOCKS", directory / "run/locks")
-    yield directory / "cri.sock"
-    shutil.rmtree(directory)
-
-
-def failure(path: Path, export: Path, answers: dict[str, Answer], version: str = "v2.1.9") -> str:
+def failure(
+    cri_path: Path, export: Path, answers: dict[str, Answer], version: str = "v2.1.9"
+) -> str:
     """What a checkpoint of ONE says that must fail."""
     known = inventory("containerd", version, CONTAINERS)
-    with CriServer(path, known | answers), Cri(str(path)) as cri:
-        container = containerd.find(cri, "default/web/c0")
+    with CriServer(cri_path, known | answers), Cri(str(cri_path)) as cri:
+        container = cri_containers.find(cri, "default/web/c0")
         with pytest.raises(EngineError) as caught:
             containerd.checkpoint(cri, container, export, 20)
     return str(caught.value)
 
 
-def test_containerd_1_7(path: Path, tmp_path: Path) -> None:
-    message = failure(path, tmp_path / "a.tar", {"CheckpointContainer": OLD}, "1.7.24~ds1")
+def test_containerd_1_7(cri_path: Path, tmp_path: Path) -> None:
+    message = failure(cri_path, tmp_path / "a.tar", {"CheckpointContainer": OLD}, "1.7.24~ds1")
     assert message.startswith("containerd 1.7.24~ds1 has no CheckpointContainer")
     assert "from 2.0 on" in message
     assert f"ctr -n k8s.io tasks checkpoint --image-path DIR {ONE}" in message
 
 
-def test_containerd_2_0_without_criu(path: Path, tmp_path: Path) -> None:
-    message = failure(path, tmp_path / "a.tar", {"CheckpointContainer": OLD}, "v2.0.3")
+def test_containerd_2_0_without_criu(cri_path: Path, tmp_path: Path) -> None:
+    message = failure(cri_path, tmp_path / "a.tar", {"CheckpointContainer": OLD}, "v2.0.3")
     assert "when it finds no criu in its PATH" in message
 
 
-def test_criu_is_missing(path: Path, tmp_path: Path) -> None:
+def test_criu_is_missing(cri_path: Path, tmp_path: Path) -> None:
     text = f'CRIU binary not found or too old (<31600). Failed to checkpoint container "{ONE}"'
     answers = {"CheckpointContainer": refuse(grpc.StatusCode.UNKNOWN, text)}
-    message = failure(path, tmp_path / "a.tar", answers)
+    message = failure(cri_path, tmp_path / "a.tar", answers)
     assert text in message and "install criu 4.1 or later" in message
 
 
-def test_the_archive_is_written_elsewhere(path: Path, tmp_path: Path) -> None:
+def test_the_archive_is_written_elsewhere(cri_path: Path, tmp_path: Path) -> None:
     """By a runtime in another mount namespace."""
     answers: dict[str, Answer] = {"CheckpointContainer": lambda request, context: {}}
-    message = failure(path, tmp_path / "a.tar", answers)
+    message = failure(cri_path, tmp_path / "a.tar", answers)
     assert "sees other directories than this command" in message
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_a_failed_checkpoint_left_is_removed(path: Path, tmp_path: Path) -> None:
+def test_what_a_failed_checkpoint_left_is_removed(cri_path: Path, tmp_path: Path) -> None:
     def half(request: Any, context: Any) -> dict[str, object]:
         Path(request.location).write_bytes(b"half")
         return refuse(grpc.StatusCode.UNKNOWN, "no space left\x1b[2J on device")(request, context)
 
-    message = failure(path, tmp_path / "a.tar", {"CheckpointContainer": half})
+    message = failure(cri_path, tmp_path / "a.tar", {"CheckpointContainer": half})
     assert "no space left?[2J on device" in message
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_link_is_not_taken_for_the_archive(path: Path, tmp_path: Path) -> None:
+def test_a_link_is_not_taken_for_the_archive(cri_path: Path, tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("secret")
 
@@ -108,53 +94,25 @@ def test_a_link_is_not_taken_for_the_archive(path: Path, tmp_path: Path) -> None
         Path(request.location).symlink_to(secret)
         return {}
 
-    assert "cannot open" in failure(path, tmp_path / "a.tar", {"CheckpointContainer": link})
+    assert "cannot open" in failure(cri_path, tmp_path / "a.tar", {"CheckpointContainer": link})
     assert [entry.name for entry in tmp_path.iterdir()] == ["secret"]
 
 
-def test_the_name_was_taken_meanwhile(path: Path, tmp_path: Path) -> None:
+def test_the_name_was_taken_meanwhile(cri_path: Path, tmp_path: Path) -> None:
     def taken(request: Any, context: Any) -> dict[str, object]:
         Path(request.location).write_bytes(b"new")
         (tmp_path / "a.tar").write_text("somebody's")
         return {}
 
-    message = failure(path, tmp_path / "a.tar", {"CheckpointContainer": taken})
+    message = failure(cri_path, tmp_path / "a.tar", {"CheckpointContainer": taken})
     assert "cannot get its name" in message
     assert (tmp_path / "a.tar").read_text() == "somebody's"
     (kept,) = (entry for entry in tmp_path.iterdir() if entry.name != "a.tar")
     assert str(kept) in message and kept.read_bytes() == b"new"
 
 
-class Paused:
-    """A runtime whose container stands still once a checkpoint was begun, until it is resumed."""
-
-    def __init__(self) -> None:
-        self.paused = False
-        self.begun = threading.Event()
-        self.ended = threading.Event()
-
-    def answers(self) -> dict[str, Answer]:
-        def never(request: Any, context: Any) -> dict[str, object]:
-            self.paused = True
-            self.begun.set()
-            self.ended.wait(60)
-            return {}
-
-        def get(request: Any, context: Any) -> dict[str, object]:
-            metadata = dict(context.invocation_metadata())
-            assert metadata["containerd-namespace"] == "k8s.io"
-            return {"process": {"status": TASK_PAUSED if self.paused else 2}}
-
-        def resume(request: Any, context: Any) -> dict[str, object]:
-            self.paused = False
-            return {}
-
-        known = inventory("containerd", "v2.1.9", CONTAINERS)
-        return known | {"CheckpointContainer": never, GET_TASK: get, RESUME_TASK: resume}
-
-
 @pytest.mark.parametrize("refused", [3, 4])
-def test_a_container_that_was_not_frozen(path: Path, tmp_path: Path, refused: int) -> None:
+def test_a_container_that_was_not_frozen(cri_path: Path, tmp_path: Path, refused: int) -> None:
     """runc gives up freezing it on a busy node: it is asked again, four times in all, within the
     time that is left. The words of containerd 2.1 with runc 1.3."""
     asked: list[int] = []
@@ -168,8 +126,8 @@ def test_a_container_that_was_not_frozen(path: Path, tmp_path: Path, refused: in
 
     archive = tmp_path / "a.tar"
     known = inventory("containerd", "v2.1.9", CONTAINERS) | {"CheckpointContainer": answer}
-    with CriServer(path, known), Cri(str(path)) as cri:
-        container = containerd.find(cri, TWO)
+    with CriServer(cri_path, known), Cri(str(cri_path)) as cri:
+        container = cri_containers.find(cri, TWO)
         if refused == 4:
             with pytest.raises(EngineError, match="Nothing was dumped, and the container runs on"):
                 containerd.checkpoint(cri, container, archive, 20)
@@ -182,7 +140,7 @@ def test_a_container_that_was_not_frozen(path: Path, tmp_path: Path, refused: in
 
 @pytest.mark.parametrize("why", ["no time is left", "it is interrupted"])
 def test_a_container_that_was_not_frozen_is_not_asked_for_again(
-    path: Path, tmp_path: Path, why: str
+    cri_path: Path, tmp_path: Path, why: str
 ) -> None:
     """A dump that is begun and cut off at once would leave it paused."""
     asked: list[int] = []
@@ -196,8 +154,8 @@ def test_a_container_that_was_not_frozen_is_not_asked_for_again(
 
     known = inventory("containerd", "v2.1.9", CONTAINERS) | {"CheckpointContainer": answer}
     seconds, stop = (2, False) if why == "no time is left" else (60, True)
-    with CriServer(path, known), Cri(str(path)) as cri:
-        container = containerd.find(cri, TWO)
+    with CriServer(cri_path, known), Cri(str(cri_path)) as cri:
+        container = cri_containers.find(cri, TWO)
         stops = lambda: stop and bool(asked)  # noqa: E731
         with pytest.raises(EngineError, match="unable to freeze"):
             containerd.checkpoint(cri, container, tmp_path / "a.tar", seconds, stops)
@@ -207,13 +165,13 @@ def test_a_container_that_was_not_frozen_is_not_asked_for_again(
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_checkpoint_leaves_the_container_running(
-    path: Path, tmp_path: Path, number: signal.Signals
+    cri_path: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
     runtime = Paused()
-    with CriServer(path, runtime.answers()):
+    with CriServer(cri_path, runtime.answers()):
         command = subprocess.Popen(
             [
-                *(sys.executable, "-m", "gpustasis", "containerd", "--address", str(path)),
+                *(sys.executable, "-m", "gpustasis", "containerd", "--address", str(cri_path)),
                 *("checkpoint", "default/web/c0", "-e", str(tmp_path / "a.tar")),
             ],
             stderr=subprocess.PIPE,
@@ -233,13 +191,13 @@ def test_an_interrupted_checkpoint_leaves_the_container_running(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_container_that_stays_paused(path: Path, tmp_path: Path) -> None:
+def test_a_container_that_stays_paused(cri_path: Path, tmp_path: Path) -> None:
     runtime = Paused()
     answers = runtime.answers() | {RESUME_TASK: refuse(grpc.StatusCode.UNKNOWN, "no")}
-    with CriServer(path, answers), Cri(str(path)) as cri:
+    with CriServer(cri_path, answers), Cri(str(cri_path)) as cri:
         try:
             with pytest.raises(EngineError) as caught:
-                containerd.checkpoint(cri, containerd.find(cri, TWO), tmp_path / "a.tar", 1)
+                containerd.checkpoint(cri, cri_containers.find(cri, TWO), tmp_path / "a.tar", 1)
         finally:
             runtime.ended.set()
     assert f"ctr -n k8s.io tasks resume {TWO}" in str(caught.value)
@@ -261,108 +219,78 @@ with CriServer(Path(sys.argv[1]), known | {"CheckpointContainer": checkpoint}):
 """
 
 
-def test_a_container_that_could_not_be_resumed_is_not_paused(path: Path, tmp_path: Path) -> None:
+def test_a_container_that_could_not_be_resumed_is_not_paused(
+    cri_path: Path, tmp_path: Path
+) -> None:
     """Dumps of a runtime in another pid namespace are not seen: none could be waited for."""
     asked = tmp_path / "asked"
     words = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc", sys.executable, "-c")
     with ended(
         subprocess.Popen(
-            [*words, HIDDEN, str(path), str(asked)],
+            [*words, HIDDEN, str(cri_path), str(asked)],
             stdout=subprocess.PIPE,
             env=os.environ | {"PYTHONPATH": str(TESTS)},
         )
     ) as made:
         assert made.stdout is not None and made.stdout.readline() == b"serves\n"
-        with Cri(str(path)) as cri:
-            container = containerd.find(cri, ONE)
+        with Cri(str(cri_path)) as cri:
+            container = cri_containers.find(cri, ONE)
             with pytest.raises(EngineError, match=r"^the runtime, .* in another pid namespace"):
                 containerd.checkpoint(cri, container, tmp_path / "a.tar", 5)
             said = r"^container default/web/c0 \(1+\) was not resumed and may stand still: the run"
             with pytest.raises(EngineError, match=said):
-                containerd.resume(cri, container)
+                cri_containers.resume(cri, container)
     assert not asked.exists()
 
 
-def test_one_that_was_paused_before_stays_so(path: Path, tmp_path: Path) -> None:
+def test_one_that_was_paused_before_stays_so(cri_path: Path, tmp_path: Path) -> None:
     runtime = Paused()
     runtime.paused = True
-    with CriServer(path, runtime.answers()), Cri(str(path)) as cri:
+    with CriServer(cri_path, runtime.answers()), Cri(str(cri_path)) as cri:
         try:
             with pytest.raises(EngineError, match="took longer than 1 s"):
-                containerd.checkpoint(cri, containerd.find(cri, TWO), tmp_path / "a.tar", 1)
+                containerd.checkpoint(cri, cri_containers.find(cri, TWO), tmp_path / "a.tar", 1)
         finally:
             runtime.ended.set()
     assert runtime.paused
 
 
-CRUN = (
-    f'failed to checkpoint container {TWO}: running "/usr/bin/crun" ["checkpoint" "{TWO}"] failed'
-)
-RUNC = CRUN.replace("/crun", "/runc")
-
-
-@pytest.mark.parametrize(
-    ("words", "paused_before", "resumed"),
-    [(CRUN, False, True), (CRUN, True, False), (RUNC, False, False), (CRUN, False, None)],
-)
-def test_left_paused_after_an_answer(
-    path: Path, tmp_path: Path, words: str, paused_before: bool, resumed: bool | None
-) -> None:
-    """The words of CRI-O 1.36, which does not see that crun has paused the container. What others
-    leave paused after an answer may have been paused by others. None: it cannot be resumed."""
-    runtime = Paused()
-    runtime.paused = paused_before
-
-    def leave(request: Any, context: Any) -> dict[str, object]:
-        runtime.paused = True
-        context.abort(grpc.StatusCode.UNKNOWN, words)
-        raise AssertionError("abort raises")
-
-    answers = runtime.answers() | {"CheckpointContainer": leave}
-    if resumed is None:
-        answers[RESUME_TASK] = refuse(grpc.StatusCode.UNKNOWN, "no")
-    with CriServer(path, answers), Cri(str(path)) as cri, pytest.raises(EngineError) as caught:
-        containerd.checkpoint(cri, containerd.find(cri, TWO), tmp_path / "a.tar", 30)
-    said = str(caught.value)
-    assert f"did not checkpoint container default/web/c1 (1212121212121): {words}" in said
-    assert ("it was left paused, and was resumed" in said) == bool(resumed)
-    assert ("was not resumed and may stand still" in said) == (resumed is None)
-    assert runtime.paused != bool(resumed)
-
-
-def test_names(path: Path) -> None:
-    with CriServer(path, inventory("containerd", "v2.1.9", CONTAINERS)), Cri(str(path)) as cri:
-        assert containerd.find(cri, "11").id == ONE
-        assert containerd.find(cri, "default/web/c1").id == TWO
+def test_names(cri_path: Path) -> None:
+    with (
+        CriServer(cri_path, inventory("containerd", "v2.1.9", CONTAINERS)),
+        Cri(str(cri_path)) as cri,
+    ):
+        assert cri_containers.find(cri, "11").id == ONE
+        assert cri_containers.find(cri, "default/web/c1").id == TWO
         for name, explained in (
             ("1", "1 names 2 containers: default/web/c0 (1111111111111), "),
             ("dead", "container default/web/c2 (deaddeaddeadd) does not run (state: exited)"),
-            ("feed", f"containerd v2.1.9 at {path} has no container feed; "),
+            ("feed", f"containerd v2.1.9 at {cri_path} has no container feed; "),
             ("default/web", "is no NAMESPACE/POD/CONTAINER"),
             ("a b", "is no container's id"),
             ("", "is no container's id"),
         ):
             with pytest.raises(EngineError) as caught:
-                containerd.find(cri, name)
+                cri_containers.find(cri, name)
             assert explained in str(caught.value)
 
 
-def test_no_runtime(path: Path, tmp_path: Path) -> None:
+def test_no_runtime(cri_path: Path, tmp_path: Path) -> None:
     def refused(address: str) -> str:
         with pytest.raises(EngineError) as caught, Cri(address) as cri:
             cri.runtime()
         return str(caught.value)
 
-    assert "No such file or directory; does the runtime run" in refused(str(path))
-    path.touch()
-    assert "nobody listens there" in refused(f"unix://{path}")
-    path.unlink()
+    assert "No such file or directory; does the runtime run" in refused(str(cri_path))
+    cri_path.touch()
+    assert "nobody listens there" in refused(f"unix://{cri_path}")
+    cri_path.unlink()
     assert "is no address of a container runtime" in refused("tcp://127.0.0.1:1")
     assert "at most 107 bytes" in refused("/" + "x" * 107)
-    with CriServer(path, {}):
-        assert "does not speak CRI v1" in refused(str(path))
+    with CriServer(cri_path, {}):
+        assert "does not speak CRI v1" in refused(str(cri_path))
     with socket.socket(socket.AF_UNIX) as silent:  # takes connections, and is no gRPC server
-        silent.bind(str(path))
+        silent.bind(str(cri_path))
         silent.listen()
         stop = threading.Event()
 
@@ -377,7 +305,7 @@ def test_no_runtime(path: Path, tmp_path: Path) -> None:
         thread = threading.Thread(target=hang_up)
         thread.start()
         try:
-            assert "does not say its version" in refused(str(path))
+            assert "does not say its version" in refused(str(cri_path))
         finally:
             stop.set()
             thread.join()

@@ -119,14 +119,33 @@ def test_what_was_cut_off_is_not_asked_for_again(access: Access, serve: Serve) -
     assert len(asked) == 1
 
 
-def test_a_crun_that_failed(access: Access, serve: Serve) -> None:
-    """The words of CRI-O 1.36: what other programs say of a container that runs on is not said."""
-    for program, paused in (("/usr/bin/crun", True), ("/usr/bin/runc", False)):
-        fault = f'failed to checkpoint container 5e87: running "{program}" ["checkpoint" "5e87"]'
-        said = f"checkpointing of default/web/app failed ({fault} failed)"
-        message = error(access, "default/web/app", serve(lambda path, said=said: (500, said)))
-        assert (": gpustasis crio resume default/web/app" in message) == paused
-        assert ("the container runs on" in message) != paused
+@pytest.mark.parametrize(
+    ("fault", "paused"),
+    [
+        (
+            'failed to checkpoint container 5e87: running "/usr/bin/crun" ["checkpoint" "5e87"]',
+            True,
+        ),
+        (
+            'failed to checkpoint container 5e87: running "/usr/bin/runc" ["checkpoint" "5e87"]',
+            False,
+        ),
+        ("failed to write file system changes of container 5e87: no space left on device", True),
+        ("timeout of 10s reached waiting for the cgroup to freeze", True),
+        ('checkpointing container "5e87" failed: criu failed', False),
+    ],
+)
+def test_one_that_may_be_left_paused(
+    access: Access, serve: Serve, fault: str, paused: bool
+) -> None:
+    """The words of CRI-O 1.36, containerd 2.1 and runc 1.3."""
+    said = f"checkpointing of default/web/app failed ({fault})"
+    message = error(access, "default/web/app", serve(lambda path: (500, said)))
+    assert ("gpustasis crio resume default/web/app" in message) == paused
+    assert ("the container runs on" in message) != paused
+    assert ("criu's log is" in message) != paused and (
+        "If criu was started, its log" in message
+    ) == paused
 
 
 KUBELETS_OWN = "Forbidden (user=api (x), verb=create, resource=nodes, subresource"

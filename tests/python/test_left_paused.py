@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from gpustasis.runtimes import containerd, crio, left_paused, pauses, shim
+from gpustasis.runtimes import cri_containers, crio, left_paused, pauses, shim
 from gpustasis.runtimes.left_paused import Watch
 from support.played_runtime import ID, JOB, TIMEOUT_S, Answering, Node
 
@@ -28,7 +28,7 @@ def bare(
 ) -> Iterator[Node]:
     """Begin the watch with made.thread.start()."""
     made = Node(tmp_path)
-    monkeypatch.setattr(containerd, "LOCKS", tmp_path / "run/locks")
+    monkeypatch.setattr(cri_containers, "LOCKS", tmp_path / "run/locks")
     monkeypatch.setattr(left_paused, "POLL_S", 0.25)
     monkeypatch.setattr(Answering, "name", f"{request.param} 2.1")
     storage = Path("elsewhere") if request.param == CRIO_ELSEWHERE else Path("storage")
@@ -136,7 +136,7 @@ def test_what_is_paused_while_its_archive_is_packed(node: Node) -> None:
 
 
 def test_what_a_command_of_ours_is_at_is_left_to_it(node: Node) -> None:
-    with containerd.alone(JOB):
+    with cri_containers.alone(JOB):
         node.pause()
         node.wait_for_look()
         node.kill()
@@ -227,6 +227,52 @@ def test_what_somebody_paused_while_the_runtime_hung_stays_so(
     node.kill()
     node.wait_for("kept")
     node.require_paused(2)
+
+
+def test_what_stands_still_for_long_is_said(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once for each pause."""
+    monkeypatch.setattr(pauses, "BY_HAND_S", 0.5)
+    node.wait_for_look()
+    for _ in range(2):
+        node.pause()
+        node.wait_for("kept")
+        node.require_paused(2)
+        said = [event.text for event in node.events if event.what == "kept"]
+        assert len(said) == 1
+        assert "has stood still for long" in said[0]
+        assert f"resume {JOB.path} lets it run on" in said[0]
+        node.events.clear()
+        node.frozen = False
+        node.wait_for_look()
+
+
+@pytest.mark.parametrize("is_served", [False, True])
+def test_a_crio_that_is_back_resumes_it_itself(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_served: bool
+) -> None:
+    """It may have found the container paused: thawed beside it, that would stay so to CRI-O."""
+    monkeypatch.setattr(cri_containers, "LOCKS", tmp_path / "run/locks")
+    made = Node(tmp_path)
+    if is_served:
+        made.start()
+    made.frozen = True
+    thawed: list[Path] = []
+
+    def thaw(group: Path) -> None:
+        thawed.append(group)
+        made.frozen = False
+
+    monkeypatch.setattr(left_paused, "find_instance", made.find_instance)
+    monkeypatch.setattr(left_paused, "is_frozen", lambda group: made.frozen)
+    monkeypatch.setattr(left_paused, "thaw", thaw)
+    watch = Watch("/run/crio/crio.sock", "gpustasis crio", made.tell)
+    watch._runtime, watch._groups = "cri-o 1.36.3", {ID: [Path("group")]}
+    try:
+        assert watch._resume(None, None, JOB) == (not is_served)
+    finally:
+        if is_served:
+            made.kill()
+    assert thawed == ([] if is_served else [Path("group")])
 
 
 def test_a_checkpoint_by_the_next_runtime_is_not_cut_off(node: Node) -> None:

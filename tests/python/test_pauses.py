@@ -28,6 +28,7 @@ class Node:
         self.now = 100.0
         self.runtime: int | None = FIRST
         self.said: set[str] = set()
+        self.long: list[str] = []
         self.tried = self.resumed = 0
         self.works = True
         self.state = first_look
@@ -45,6 +46,7 @@ class Node:
         for _ in range(max(1, round(seconds / TICK_S))):
             if self.runtime is not None:
                 self.said |= self.pauses.note(self.look(), self.runtime, self.now)
+                self.long += self.pauses.stood_long()
             if self.pauses.due(self.look(), self.runtime, self.now):
                 self.tried += 1
                 if self.works:
@@ -230,3 +232,16 @@ def test_somebody_pauses_it_just_after_a_checkpoint(back_after_s: float) -> None
     assert node.stay(30).resumed == 0
     node = Node().stay(5).stay(5, "dump 1500").stay(AFTER_DUMP_S / 2, "paused").kill()
     assert node.stay(30).resumed == 1
+
+
+def test_what_stands_still_for_long_is_said_once() -> None:
+    """By hand, or after a checkpoint that has left it so. What was paused at the first look is said
+    in another way."""
+    node = Node().stay(5).stay(BY_HAND_S - 1, "paused")
+    assert node.long == []
+    assert node.stay(2).long == ["c"]
+    assert node.stay(2 * BY_HAND_S).long == ["c"]
+    node.stay(1, "running").stay(1, "dump 1500")
+    assert node.stay(AFTER_DUMP_S - 1, "paused").long == ["c"]
+    assert node.stay(2).long == ["c", "c"] and node.resumed == 0
+    assert Node(first_look="paused").stay(2 * BY_HAND_S).long == []

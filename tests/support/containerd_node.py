@@ -8,13 +8,17 @@ import os
 import re
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from glob import glob
 from pathlib import Path
 from signal import Signals
 from types import TracebackType
 from typing import Any, Self
 
+from gpustasis.errors import EngineError
 from gpustasis.runtimes.cri import Cri
+from support.container_logs import records, text_of
 from support.cri_tables import NODE_MESSAGES, NODE_METHODS, NODE_NETWORK
 from support.engine_gpu import DEVICE, add_gpus, start_emulator
 from support.engine_image import make_archive
@@ -22,7 +26,7 @@ from support.engine_root import ENVIRON, EngineRoot
 from support.oci_image import oci_archive
 
 POLL_S = 0.05
-TIMEOUT_S = 60.0
+TIMEOUT_S = 180.0  # longer than anything takes on a busy machine
 REGISTRY = "127.0.0.1:5000"
 KUBELET_PORT = 10250
 JOB_IMAGE = f"{REGISTRY}/gpustasis/job:1"
@@ -78,7 +82,7 @@ class ContainerdNode:
             self._prepare()
             self._start_daemons()
             self._load_images(program)
-            self.cri = Cri(self.socket, (NODE_MESSAGES, NODE_METHODS))
+            self.cri = self._open_cri()
         except BaseException:
             self._stop_daemons()
             raise
@@ -113,21 +117,23 @@ class ContainerdNode:
         add_gpus(root, memory=self.gpu_memory)
 
     def _start_daemons(self) -> None:
-        self._daemons.append(start_registry(self.root))
-        self._containerd = self._start_containerd()
+        start_registry(self.root, self._daemons)
+        self.restart()
 
-    def _start_containerd(self) -> subprocess.Popen[str]:
-        with self.root.path("/var/log/containerd.log").open("a") as log:
-            first = f"{self._old}:" if self._old else ""
-            environ = {"PATH": first + ENVIRON["PATH"]}
-            containerd = self.root.start("containerd", environ=environ, stdout=log, stderr=log)
-        self._daemons.append(containerd)
-        wait_for(self._answers, "answer of containerd", self.log)
-        return containerd
+    def _open_cri(self) -> Cri:
+        return Cri(self.socket, (NODE_MESSAGES, NODE_METHODS))
 
     def _answers(self) -> bool:
-        done = self.root.run("ctr", "version", check=False)
-        return done.returncode == 0
+        """Also the part that kubelets ask, which is there later than the rest."""
+        assert self._containerd.poll() is None, self.log()[-4000:]
+        if self.root.run("ctr", "version", check=False).returncode != 0:
+            return False
+        try:
+            with self._open_cri() as cri:
+                cri.call("ListContainers")
+        except EngineError:
+            return False
+        return True
 
     def kill(self) -> None:
         """As when it crashes: its shims, and what runs under them, live on."""
@@ -136,7 +142,14 @@ class ContainerdNode:
 
     def restart(self) -> None:
         """After kill."""
-        self._containerd = self._start_containerd()
+        with self.root.path("/var/log/containerd.log").open("a") as log:
+            first = f"{self._old}:" if self._old else ""
+            environ = {"PATH": first + ENVIRON["PATH"]}
+            self._containerd = self.root.start(
+                "containerd", environ=environ, stdout=log, stderr=log
+            )
+        self._daemons.append(self._containerd)
+        wait_for(self._answers, "answer of containerd", self.log)
 
     def boot(self) -> None:
         """After root.reboot(): the GPUs, the registry and containerd are started again."""
@@ -146,7 +159,7 @@ class ContainerdNode:
         self.cri.__exit__(None, None, None)
         start_emulator(self.root, memory=self.gpu_memory)
         self._start_daemons()
-        self.cri = Cri(self.socket, (NODE_MESSAGES, NODE_METHODS))
+        self.cri = self._open_cri()
 
     def _load_images(self, program: Path) -> None:
         layer = make_archive(self.root, [program])
@@ -166,9 +179,7 @@ class ContainerdNode:
         return self.root.run(ctr, "-n", "k8s.io", *words).stdout
 
     def _stop_daemons(self) -> None:
-        thaw(self.root)
-        for daemon in self._daemons:
-            end(daemon)
+        end_all(self.root, self._daemons)
 
     def close(self) -> None:
         self.cri.__exit__(None, None, None)
@@ -259,12 +270,12 @@ class Container:
         self._cri.call("RemoveContainer", timeout_s=TIMEOUT_S, container_id=self.id)
 
     def output(self) -> list[str]:
-        """Lines it has written, from the log that CRI has of it: TIME STREAM P|F TEXT."""
+        """Lines it has written."""
         log = self.pod.node.root.path(
             LOGS / f"{self.pod.namespace}_{self.pod.name}" / f"{self.name}.log"
         )
-        lines = log.read_text(errors="replace").splitlines() if log.exists() else []
-        return [line.split(" ", 3)[3] for line in lines if line.count(" ") >= 3]
+        text = log.read_text(errors="replace") if log.exists() else ""
+        return [text_of(line) for line in records(text)]
 
     def steps(self) -> int:
         """Steps said to be right. Fails if the job has said anything else."""
@@ -282,18 +293,21 @@ class Container:
         wait_for(lambda: self.steps() >= wanted, f"{steps} steps of {self.path}", self.pod.node.log)
 
 
-def thaw(root: EngineRoot) -> None:
-    """Let every task of that system run: a frozen one cannot be killed in a v1 hierarchy."""
-    for freezer in root.path("/sys/fs/cgroup").glob("freezer/**/freezer.state"):
-        freezer.write_text("THAWED")
-
-
-def start_registry(root: EngineRoot) -> subprocess.Popen[str]:
-    """A registry without TLS at REGISTRY, as EngineRoot.start has it."""
+def start_registry(root: EngineRoot, daemons: list[subprocess.Popen[str]]) -> None:
+    """A registry without TLS at REGISTRY, one more of the daemons. Returns when it listens."""
     root.write("/etc/registry.yml", _REGISTRY_CONFIG)
-    with root.path("/var/log/registry.log").open("w") as log:
+    said = root.path("/var/log/registry.log")
+    with said.open("w") as log:
         words = ("docker-registry", "serve", "/etc/registry.yml")
-        return root.start(*words, stdout=log, stderr=log)
+        registry = root.start(*words, stdout=log, stderr=log)
+    daemons.append(registry)
+    connect = ("bash", "-c", f": </dev/tcp/{REGISTRY.replace(':', '/')}")
+
+    def listens() -> bool:
+        assert registry.poll() is None, said.read_text()
+        return root.run(*connect, check=False).returncode == 0
+
+    wait_for(listens, "registry", said.read_text)
 
 
 def wait_for(
@@ -313,3 +327,16 @@ def end(daemon: subprocess.Popen[str], signal: str = "TERM") -> None:
     for child in children:
         os.kill(int(child), Signals[f"SIG{signal}"])
     daemon.wait(TIMEOUT_S)
+
+
+def end_all(
+    root: EngineRoot, daemons: Sequence[subprocess.Popen[str]], signal: str = "TERM"
+) -> None:
+    """Those that run. Every task of that system is let run before: a frozen one cannot be killed in
+    a v1 hierarchy."""
+    for freezer in glob(str(root.path("/sys/fs/cgroup/freezer/**/freezer.state")), recursive=True):
+        with suppress(OSError):  # the group has gone
+            Path(freezer).write_text("THAWED")
+    for daemon in daemons:
+        if daemon.poll() is None:
+            end(daemon, signal)

@@ -7,6 +7,7 @@ Its answers are functions; a method that has none is answered UNIMPLEMENTED, by 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,10 +16,21 @@ from typing import Any, Self
 
 import grpc
 
-from gpustasis.runtimes.cri import METHODS, SERVICE, message_classes
+from gpustasis.runtimes.cri import (
+    GET_TASK,
+    METHODS,
+    RESUME_TASK,
+    RUNNING,
+    SERVICE,
+    TASK_PAUSED,
+    message_classes,
+)
 
 MESSAGES = message_classes()
 POD = "p" * 64
+ONE, TWO, DEAD = "1" * 64, "12" * 32, "dead" * 16
+EXITED = 2  # ContainerState.CONTAINER_EXITED
+CONTAINERS = {ONE: RUNNING, TWO: RUNNING, DEAD: EXITED}
 
 # (request, context) -> fields of the response
 Answer = Callable[[Any, Any], Mapping[str, object]]
@@ -86,3 +98,39 @@ def inventory(runtime: str, version: str, containers: Mapping[str, int]) -> dict
         "ListPodSandbox": lambda request, context: {"items": [pod]},
         "ListContainers": lambda request, context: {"containers": listed},
     }
+
+
+def refuse(code: grpc.StatusCode, details: str) -> Answer:
+    def answer(request: Any, context: Any) -> dict[str, object]:
+        context.abort(code, details)
+        raise AssertionError("abort raises")
+
+    return answer
+
+
+class Paused:
+    """A runtime whose container stands still once a checkpoint was begun, until it is resumed."""
+
+    def __init__(self) -> None:
+        self.paused = False
+        self.begun = threading.Event()
+        self.ended = threading.Event()
+
+    def answers(self) -> dict[str, Answer]:
+        def never(request: Any, context: Any) -> dict[str, object]:
+            self.paused = True
+            self.begun.set()
+            self.ended.wait(60)
+            return {}
+
+        def get(request: Any, context: Any) -> dict[str, object]:
+            metadata = dict(context.invocation_metadata())
+            assert metadata["containerd-namespace"] == "k8s.io"
+            return {"process": {"status": TASK_PAUSED if self.paused else 2}}
+
+        def resume(request: Any, context: Any) -> dict[str, object]:
+            self.paused = False
+            return {}
+
+        known = inventory("containerd", "v2.1.9", CONTAINERS)
+        return known | {"CheckpointContainer": never, GET_TASK: get, RESUME_TASK: resume}

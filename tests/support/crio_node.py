@@ -13,8 +13,8 @@ from support.containerd_node import (
     PAUSE_IMAGE,
     REGISTRY,
     end,
+    end_all,
     start_registry,
-    thaw,
     wait_for,
 )
 from support.engine_gpu import add_gpus, start_emulator
@@ -67,7 +67,7 @@ class CrioNode:
             root.write("/etc/containers/registries.conf.d/node.conf", _REGISTRIES)
             root.write("/etc/containers/policy.json", _POLICY)
             add_gpus(root, memory=self.gpu_memory)
-            self._daemons.append(start_registry(root))
+            start_registry(root, self._daemons)
             self._load_images(program)
             self.restart()
         except BaseException:
@@ -96,7 +96,7 @@ class CrioNode:
             daemon.wait()
         self._daemons.clear()
         start_emulator(self.root, memory=self.gpu_memory)
-        self._daemons.append(start_registry(self.root))
+        start_registry(self.root, self._daemons)
         self.restart()
 
     def _answers(self) -> bool:
@@ -117,9 +117,8 @@ class CrioNode:
         self.root.run("podman", "untag", JOB_IMAGE, JOB_IMAGE)
 
     def _stop_daemons(self) -> None:
-        thaw(self.root)
-        for daemon in self._daemons:
-            end(daemon, "KILL")  # CRI-O waits for its containers, which go with this system
+        # CRI-O would wait for its containers, which go with this system.
+        end_all(self.root, self._daemons, "KILL")
 
     def close(self) -> None:
         self._stop_daemons()

@@ -26,6 +26,7 @@ DIRECTORY = Path("/var/lib/kubelet/device-plugins")
 ENDPOINT = "gpustasis-emulator.sock"
 _VERSION = "v1beta1"
 _POLL_S = 0.2
+_REGISTER_S = 60.0
 _MESSAGES: Table = {
     "Empty": {},
     "DevicePluginOptions": {"pre_start_required": (1, "bool")},
@@ -97,7 +98,7 @@ def _register(resource: str) -> None:
         request = _CLASSES.RegisterRequest(
             version=_VERSION, endpoint=ENDPOINT, resource_name=resource
         )
-        register(request, timeout=10, wait_for_ready=True)
+        register(request, timeout=_REGISTER_S, wait_for_ready=True)
 
 
 def main() -> None:
@@ -110,9 +111,13 @@ def main() -> None:
             if server is not None:
                 server.stop(None).wait()
             server = _serve(device, int(count))
-            _register(resource)
-            registered = kubelet
-            print("registered", flush=True)
+            try:
+                _register(resource)
+            except grpc.RpcError as error:  # it ended meanwhile, say; the next look tries again
+                print(f"not registered: {error}", flush=True)
+            else:
+                registered = kubelet
+                print("registered", flush=True)
         time.sleep(_POLL_S)
 
 

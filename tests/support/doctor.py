@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from subprocess import CompletedProcess
 from typing import TYPE_CHECKING, Any
 
+from support.idle_kubelet import wait_until_idle
 from support.kubernetes_node import ADDRESS, KubernetesNode
 from support.kubernetes_objects import PLACE
 
@@ -91,9 +92,15 @@ def with_file(root: EngineRoot, path: str, content: bytes, mode: int = 0o644) ->
 
 
 def restart(cluster: KubernetesNode) -> None:
-    """Its container runtime; what runs under it runs on."""
+    """Its container runtime; what runs under it runs on. A kubelet that runs has ended what it did
+    with it before, and can ask it again after."""
+    is_asked = cluster.runs("kubelet")
+    if is_asked:
+        wait_until_idle(cluster)
     cluster.runtime.kill()
     cluster.runtime.restart()
+    if is_asked:
+        cluster.wait_for_runtime()
 
 
 def running(pod: GpuPod) -> str:

@@ -26,7 +26,7 @@ from typing import Self
 from gpustasis_bench.roots import roots_directory
 
 TIMEOUT_S = 120.0
-CLOSE_TIMEOUT_S = 60.0
+CLOSE_TIMEOUT_S = 180.0  # engine_root.sh waits for half of it
 SCRIPT = Path(__file__).with_name("engine_root.sh")
 ENVIRON = {
     "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",

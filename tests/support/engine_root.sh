@@ -25,12 +25,14 @@ own_path() { # MOUNT-POINT: the directory there of the group that this process i
 }
 
 remove_groups() { # [DEPTH]: the groups, or what is so deep below them and deeper
-    local group
+    local group last=$((SECONDS + 90))
     for group in "${groups[@]}"; do
-        # The tasks are killed, but may take a moment to be gone.
-        for _ in $(seq 500); do
+        # The tasks are killed, but may take a while to be gone.
+        while
             find "$group" -mindepth "${1:-0}" -depth -type d -exec rmdir {} + 2>/dev/null || true
-            [ -n "$(find "$group" -mindepth "${1:-0}" -type d 2>/dev/null)" ] || break
+            [ -n "$(find "$group" -mindepth "${1:-0}" -type d 2>/dev/null)" ] &&
+                [ $SECONDS -lt $last ]
+        do
             sleep 0.02
         done
         [ -z "$(find "$group" -mindepth "${1:-0}" -type d 2>/dev/null)" ] ||

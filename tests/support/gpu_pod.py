@@ -5,14 +5,17 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
+from contextlib import suppress
+from glob import glob
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from support.container_logs import records, text_of
 from support.containerd_node import LOGS, wait_for
 
 if TYPE_CHECKING:
     from support.kubernetes_node import KubernetesNode
-
-TIMEOUT_S = 120.0
 
 
 class GpuPod:
@@ -36,9 +39,12 @@ class GpuPod:
 
     def wait_for_start(self) -> None:
         def runs() -> bool:
-            return bool(self.status().get("phase") == "Running")
+            status = self.status()
+            why = f"{self.name}: {status.get('reason')}: {status.get('message')}"
+            assert status.get("phase") != "Failed", f"{why}\n{self.story()}"
+            return bool(status.get("phase") == "Running")
 
-        wait_for(runs, f"running pod {self.name}", self.story, TIMEOUT_S)
+        wait_for(runs, f"running pod {self.name}", self.story)
 
     def story(self) -> str:
         words = ("--namespace", self.namespace)
@@ -49,14 +55,19 @@ class GpuPod:
 
     def output(self) -> list[str]:
         """Lines that its container has written."""
-        return [line.split(" ", 3)[3] for line in self.lines()]
+        return [text_of(line) for line in self.lines()]
 
     def lines(self) -> list[str]:
-        """As CRI has them: TIME STREAM P|F TEXT. CRI-O 1.36 puts the log of a restored container
-        beside the directory where a kubelet looks for it."""
-        places = self.node.root.path(LOGS).glob(f"{self.namespace}_{self.name}_*/**/*.log")
-        texts = [place.read_text("utf-8") for place in sorted(places)]
-        return [line for text in texts for line in text.splitlines() if line.count(" ") >= 3]
+        """As CRI has them: TIME STREAM F TEXT."""
+        return [line for text in self._logs() for line in records(text)]
+
+    def _logs(self) -> Iterator[str]:
+        """What is in them. CRI-O 1.36 puts the log of a restored container beside the directory
+        where a kubelet looks for it. A kubelet removes those of a deleted pod at any moment."""
+        places = self.node.root.path(LOGS) / f"{self.namespace}_{self.name}_*/**/*.log"
+        for place in sorted(glob(str(places), recursive=True)):
+            with suppress(FileNotFoundError):
+                yield Path(place).read_text("utf-8")
 
     def steps(self) -> int:
         """Steps said to be right. Fails if the job has said anything else."""

@@ -5,11 +5,14 @@ happens."""
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from support.asked_again import UNFROZEN, done_once_frozen
+from support.containerd_node import TIMEOUT_S
 
 if TYPE_CHECKING:
     from support.engine_root import EngineRoot
@@ -21,12 +24,22 @@ _RAISED = "/run/gpustasis/userfaultfd-raised"  # not empty: by a dump under way,
 _PAUSE = {"containerd": ("ctr", "-n", "k8s.io", "tasks"), "CRI-O": ("runc",)}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Client:
-    """The kubelet's client of a checkpoint, begun. log: what it says."""
+    """The kubelet's client of a checkpoint, begun. start: how. log: what it says."""
 
-    process: subprocess.Popen[str]
+    start: Callable[[], subprocess.Popen[str]]
     log: Path
+    process: subprocess.Popen[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.process = self.start()
+
+    def require_running(self) -> None:
+        """It is begun again where the container could not be frozen, and nothing was dumped."""
+        if self.poll() not in (None, 0) and UNFROZEN in self.said():
+            self.process = self.start()
+        assert self.poll() is None, self.said()
 
     def poll(self) -> int | None:
         return self.process.poll()
@@ -58,7 +71,7 @@ def checkpoint_under_way(cluster: KubernetesNode, pod: GpuPod, delay_ms: int) ->
         raise
     finally:
         cluster.root.run(*fault, "clear")
-        client.wait(60)
+        client.wait(TIMEOUT_S)
 
 
 @contextmanager
@@ -99,7 +112,7 @@ def paused(cluster: KubernetesNode, pod: GpuPod) -> Iterator[None]:
     """By somebody, at its runtime. Where it was resumed meanwhile, nothing is left to do."""
     way, container = _PAUSE[cluster.runtime.name], pod.container_id()
     assert container
-    cluster.root.run(*way, "pause", container)
+    done_once_frozen(lambda: cluster.root.run(*way, "pause", container, check=False))
     try:
         yield
     finally:

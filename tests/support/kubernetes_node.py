@@ -26,7 +26,8 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 
 from gpustasis.emulator import RUN_DIRECTORY, Emulator
 from gpustasis_bench.roots import roots_directory
-from support import crio_node
+from support import containerd_node, crio_node
+from support.asked_again import done_once_frozen
 from support.certificates import Authority, Pair
 from support.containerd_node import ContainerdNode, end, wait_for
 from support.crio_node import CrioNode
@@ -34,21 +35,34 @@ from support.engine_gpu import DEVICE, install
 from support.engine_root import EngineRoot
 from support.gpu_pod import GpuPod
 from support.kubernetes_faults import Client, setting_put_back
-from support.kubernetes_objects import KUBELET, NETWORK, PLACE, RESOURCE, binding, pod_of, role
+from support.kubernetes_objects import (
+    API_SERVER_WORDS,
+    ETCD,
+    KUBELET,
+    NETWORK,
+    PLACE,
+    RESOURCE,
+    binding,
+    is_ready,
+    kubeconfig,
+    pod_of,
+    role,
+)
+from support.one_at_a_time import turn
 
 NODE = "node-1"
 ADDRESS = "192.0.2.1"  # of the node; a kubelet takes none of a loopback device for its own
 SERVER_USER = "kube-apiserver-kubelet-client"  # as kubeadm names it
 API_SERVER = "https://127.0.0.1:6443"
-ETCD = "http://127.0.0.1:2379"
 PROGRAMS = crio_node.PROGRAMS
+TIMEOUT_S = containerd_node.TIMEOUT_S
 ADMIN = PLACE / "admin.conf"
-TIMEOUT_S = 120.0
 # What a kubelet sets; a file of the node's own lies over each.
 _KERNEL_SETTINGS = (
     *("vm/overcommit_memory", "vm/panic_on_oom", "kernel/panic", "kernel/panic_on_oops"),
     *("kernel/keys/root_maxkeys", "kernel/keys/root_maxbytes"),
 )
+_GPUS = "4"  # as the node hands them out
 _BOOT_ID = "kernel/random/boot_id"
 
 
@@ -85,21 +99,21 @@ class KubernetesNode:
         self._tests = tests
         self._daemons: dict[str, subprocess.Popen[str]] = {}
         self._stack = ExitStack()
-        begin = time.monotonic()
+        self._stack.callback(self._stop)
         try:
-            self._stack.callback(self._stop)
-            self._prepare(secrets)
-            self._boot()
-            self.runtime: ContainerdNode | CrioNode = self._stack.enter_context(
-                runtime(root, program)
-            )
-            install(root)
-            self._start_control_plane()
-            self._install_control_plane()
-            self.start_kubelet()
-            self._start_device_plugin()
-            self.wait_for_account("default")
-            self.seconds_to_start = time.monotonic() - begin
+            with turn(programs_directory()):  # two at once would take each other's processors
+                begin = time.monotonic()
+                self._prepare(secrets)
+                self._boot()
+                started = self._stack.enter_context(runtime(root, program))
+                self.runtime: ContainerdNode | CrioNode = started
+                install(root)
+                self._start_control_plane()
+                self._install_control_plane()
+                self.start_kubelet()
+                self._start_device_plugin()
+                self.wait_for_account("default")
+                self.seconds_to_start = time.monotonic() - begin
         except BaseException:
             self._stack.close()
             raise
@@ -137,7 +151,8 @@ class KubernetesNode:
 
     def checkpoint(self, pod: GpuPod, *words: str) -> Path:
         """Have the kubelet checkpoint it, asked directly by who may; the archive's path there."""
-        done = self.root.run(*self._checkpoint_words(pod), "--json", *words)
+        asked = (*self._checkpoint_words(pod), "--json", *words)
+        done = done_once_frozen(lambda: self.root.run(*asked, check=False))
         (one,) = json.loads(done.stdout)["checkpoints"]
         assert one["ok"], one
         (archive,) = one["archives"]
@@ -147,9 +162,12 @@ class KubernetesNode:
 
     def begin_checkpoint(self, pod: GpuPod) -> Client:
         log = self.root.path(f"/tmp/client-of-{pod.name}.log")
-        with log.open("w") as said:
-            words = self._checkpoint_words(pod)
-            return Client(self.root.start(*words, stdout=said, stderr=said), log)
+
+        def start() -> subprocess.Popen[str]:
+            with log.open("w") as said:
+                return self.root.start(*self._checkpoint_words(pod), stdout=said, stderr=said)
+
+        return Client(start, log)
 
     def _checkpoint_words(self, pod: GpuPod) -> tuple[str | Path, ...]:
         return (
@@ -163,7 +181,7 @@ class KubernetesNode:
         emulator = Emulator(path=self.root.path(RUN_DIRECTORY / "default/socket"))
 
         def waits() -> bool:
-            assert client.poll() is None, client.said()
+            client.require_running()
             return not emulator.status()["faults"]
 
         wait_for(waits, "dump under way", self.log)
@@ -195,6 +213,10 @@ class KubernetesNode:
         known = json.loads(self.kubectl("get", "--raw", f"/api/v1/nodes/{NODE}/proxy/pods").stdout)
         return pod.name in [one["metadata"]["name"] for one in known["items"] or ()]
 
+    def runs(self, name: str) -> bool:
+        """Whether that program was started and not killed since."""
+        return name in self._daemons
+
     def kill(self, name: str) -> None:
         """As when it crashes."""
         end(self._daemons.pop(name), "KILL")
@@ -214,26 +236,38 @@ class KubernetesNode:
         self._start_device_plugin()
 
     def start_kubelet(self, gates: Mapping[str, bool] | None = None, **settings: str) -> None:
-        """Returns when the node is ready. gates: feature gates. settings: of its configuration."""
+        """Returns when the node is ready, with its GPUs if they are handed out. gates: feature
+        gates. settings: of its configuration."""
         config = {**KUBELET, "containerRuntimeEndpoint": self.runtime.endpoint, **settings}
         config["featureGates"] = {**KUBELET["featureGates"], **(gates or {})}
         self.root.write(PLACE / "kubelet.json", json.dumps(config))
+        begin = time.time()
         self._start(
             "kubelet",
             *("--config", PLACE / "kubelet.json", "--kubeconfig", PLACE / "kubelet.conf"),
             *("--hostname-override", NODE, "--node-ip", ADDRESS, "--v", "2"),
         )
-        wait_for(self._is_ready, "ready node", self.log, TIMEOUT_S)
+        wait_for(lambda: self._is_up(begin), "ready node", self.log)
         wait_for(self._answers, "answer of the kubelet", self.log)
 
-    def _is_ready(self) -> bool:
-        words = ("get", "node", NODE, "--output", "jsonpath={.status.conditions[*].status}")
-        done = self.kubectl(*words, check=False)
-        assert self._daemons["kubelet"].poll() is None, self.log()[-4000:]
-        return done.returncode == 0 and done.stdout.split()[-1:] == ["True"]
+    def _is_up(self, since: float) -> bool:
+        """What is known of an earlier kubelet, and of GPUs that were handed out by that one, stays
+        in the node's status, and would have a pod refused."""
+        self._require("kubelet")
+        done = self.kubectl("get", "node", NODE, "--output", "json", check=False)
+        status = json.loads(done.stdout)["status"] if done.returncode == 0 else {}
+        if not self.runs("device-plugin"):
+            return is_ready(status, since)
+        self._require("device-plugin")
+        return is_ready(status, since) and status["allocatable"].get(RESOURCE) == _GPUS
+
+    def _require(self, name: str) -> None:
+        """That program runs."""
+        assert self._daemons[name].poll() is None, self.log(name)[-4000:]
 
     def _answers(self) -> bool:
         """Itself: what the API server knows of it may be of an earlier one."""
+        self._require("kubelet")
         path = f"/api/v1/nodes/{NODE}/proxy/healthz"
         return self.kubectl("get", "--raw", path, check=False).stdout == "ok"
 
@@ -248,23 +282,8 @@ class KubernetesNode:
             *("--data-dir", "/var/lib/etcd", "--listen-client-urls", ETCD),
             *("--advertise-client-urls", ETCD, "--unsafe-no-fsync"),
         )
-        self._start(
-            "kube-apiserver",
-            *("--etcd-servers", ETCD, "--bind-address", "127.0.0.1", "--secure-port", "6443"),
-            *("--advertise-address", "127.0.0.1", "--endpoint-reconciler-type", "none"),
-            *("--service-cluster-ip-range", "10.96.0.0/24", "--allow-privileged"),
-            *("--authorization-mode", "Node,RBAC", "--client-ca-file", PLACE / "ca.pem"),
-            *("--tls-cert-file", PLACE / "server.pem"),
-            *("--tls-private-key-file", PLACE / "server.key"),
-            *("--kubelet-certificate-authority", PLACE / "ca.pem"),
-            *("--kubelet-client-certificate", PLACE / "apiserver.pem"),
-            *("--kubelet-client-key", PLACE / "apiserver.key"),
-            *("--kubelet-preferred-address-types", "InternalIP"),
-            *("--service-account-issuer", "https://kubernetes.default.svc"),
-            *("--service-account-key-file", PLACE / "accounts.pub"),
-            *("--service-account-signing-key-file", PLACE / "accounts.key"),
-        )
-        wait_for(self._serves, "API server", lambda: self.log("kube-apiserver"), TIMEOUT_S)
+        self._start("kube-apiserver", *API_SERVER_WORDS)
+        wait_for(self._serves, "API server", lambda: self.log("kube-apiserver"))
         self._start(
             "kube-controller-manager",
             *("--kubeconfig", PLACE / "controller-manager.conf", "--leader-elect=false"),
@@ -287,25 +306,20 @@ class KubernetesNode:
         )
 
     def _serves(self) -> bool:
-        assert self._daemons["kube-apiserver"].poll() is None, self.log("kube-apiserver")[-4000:]
+        self._require("kube-apiserver")
         return self.kubectl("get", "--raw", "/readyz", check=False).returncode == 0
 
     def _start_device_plugin(self) -> None:
-        log = self.root.path("/var/log/device-plugin.log")
-        with log.open("a") as said:
-            words = (self._tests / "support/device_plugin.py", RESOURCE, DEVICE, "4")
+        begin = time.time()
+        with self.root.path("/var/log/device-plugin.log").open("a") as said:
+            words = (self._tests / "support/device_plugin.py", RESOURCE, DEVICE, _GPUS)
             self._daemons["device-plugin"] = self.root.start(
                 *(sys.executable, *words),
                 environ={"PYTHONPATH": str(self._tests)},
                 stdout=said,
                 stderr=said,
             )
-
-        def allocatable() -> bool:
-            found = self.get("node", NODE)["status"].get("allocatable", {})
-            return bool(found.get(RESOURCE) == "4")
-
-        wait_for(allocatable, "GPU to allocate", log.read_text, TIMEOUT_S)
+        wait_for(lambda: self._is_up(begin), "GPU to allocate", lambda: self.log("device-plugin"))
 
     def _prepare(self, secrets: Path) -> None:
         root = self.root
@@ -351,20 +365,7 @@ class KubernetesNode:
         """A kubeconfig file at `path` on the node, for who has that certificate."""
         stem = path.with_suffix("").name + "-client"
         self._put_pair(stem, pair)
-        user = {
-            "client-certificate": str(PLACE / f"{stem}.pem"),
-            "client-key": str(PLACE / f"{stem}.key"),
-        }
-        cluster = {"server": API_SERVER, "certificate-authority": str(PLACE / "ca.pem")}
-        config = {
-            "apiVersion": "v1",
-            "kind": "Config",
-            "clusters": [{"name": "tests", "cluster": cluster}],
-            "users": [{"name": stem, "user": user}],
-            "contexts": [{"name": "tests", "context": {"cluster": "tests", "user": stem}}],
-            "current-context": "tests",
-        }
-        self.root.write(path, json.dumps(config), 0o600)
+        self.root.write(path, json.dumps(kubeconfig(API_SERVER, stem)), 0o600)
 
     def _put(self, name: str, source: Path) -> None:
         self.root.write(PLACE / name, source.read_text(), 0o600)

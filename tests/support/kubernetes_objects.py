@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,22 @@ from support.containerd_node import JOB_IMAGE
 
 RESOURCE = "gpustasis.io/gpu"
 PLACE = Path("/etc/kubernetes")
+ETCD = "http://127.0.0.1:2379"
+API_SERVER_WORDS = (
+    *("--etcd-servers", ETCD, "--bind-address", "127.0.0.1", "--secure-port", "6443"),
+    *("--advertise-address", "127.0.0.1", "--endpoint-reconciler-type", "none"),
+    *("--service-cluster-ip-range", "10.96.0.0/24", "--allow-privileged"),
+    *("--authorization-mode", "Node,RBAC", "--client-ca-file", PLACE / "ca.pem"),
+    *("--tls-cert-file", PLACE / "server.pem"),
+    *("--tls-private-key-file", PLACE / "server.key"),
+    *("--kubelet-certificate-authority", PLACE / "ca.pem"),
+    *("--kubelet-client-certificate", PLACE / "apiserver.pem"),
+    *("--kubelet-client-key", PLACE / "apiserver.key"),
+    *("--kubelet-preferred-address-types", "InternalIP"),
+    *("--service-account-issuer", "https://kubernetes.default.svc"),
+    *("--service-account-key-file", PLACE / "accounts.pub"),
+    *("--service-account-signing-key-file", PLACE / "accounts.key"),
+)
 NETWORK = {
     "cniVersion": "1.0.0",
     "name": "pods",
@@ -53,6 +70,31 @@ KUBELET = {
     "syncFrequency": "1h0m0s",
     "featureGates": {"KubeletInUserNamespace": True},
 }
+
+
+def is_ready(status: Mapping[str, Any], since: float) -> bool:
+    """Whether a kubelet has said so after that second: a node's status outlives its kubelet."""
+    for one in status.get("conditions", ()):
+        if one["type"] == "Ready" and one["status"] == "True":
+            return datetime.fromisoformat(one["lastHeartbeatTime"]).timestamp() > since
+    return False
+
+
+def kubeconfig(server: str, stem: str) -> Mapping[str, Any]:
+    """A kubeconfig file for who has the certificate and the key of that name in PLACE."""
+    user = {
+        "client-certificate": str(PLACE / f"{stem}.pem"),
+        "client-key": str(PLACE / f"{stem}.key"),
+    }
+    cluster = {"server": server, "certificate-authority": str(PLACE / "ca.pem")}
+    return {
+        "apiVersion": "v1",
+        "kind": "Config",
+        "clusters": [{"name": "tests", "cluster": cluster}],
+        "users": [{"name": stem, "user": user}],
+        "contexts": [{"name": "tests", "context": {"cluster": "tests", "user": stem}}],
+        "current-context": "tests",
+    }
 
 
 def pod_of(

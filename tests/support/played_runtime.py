@@ -17,7 +17,7 @@ from typing import Self
 
 from gpustasis.errors import CheckpointError, EngineError
 from gpustasis.runtimes import instance
-from gpustasis.runtimes.containerd import Container
+from gpustasis.runtimes.cri_containers import Container
 from gpustasis.runtimes.instance import Instance
 from gpustasis.runtimes.left_paused import Event
 from gpustasis.task import read_task

@@ -15,7 +15,7 @@ from gpustasis.agent.config import Config
 from gpustasis.agent.operations import Figures, Operation
 from gpustasis.agent.subjects import Subject
 from gpustasis.errors import AgentError, CheckpointError, EngineError
-from gpustasis.runtimes import containerd, podman
+from gpustasis.runtimes import containerd, cri_containers, podman
 from gpustasis.runtimes.cri import Cri
 from gpustasis.runtimes.podman_service import RefusedError, Service
 
@@ -64,10 +64,10 @@ def checkpoint(
     if operation.stop:
         raise AgentError(f"{subject} cannot be ended with its checkpoint: its engine leaves it on")
     with Cri(_address(subject.engine, config)) as cri:
-        found = containerd.find(cri, subject.name)
+        found = cri_containers.find(cri, subject.name)
         paused_before = False
         with suppress(EngineError):  # if it cannot be told, its runtime refuses to pause it twice
-            paused_before = containerd.is_paused(cri, found)
+            paused_before = cri_containers.is_paused(cri, found)
         if not paused_before:
             operation.to_resume = found.id
             write_down(operation)
@@ -158,7 +158,7 @@ def dump_rank(
     limits = (config.jobs_look_limit, config.jobs_cuda_limit, config.jobs_network_limit)
     timeout_s = round(sum(limits) + config.jobs_dump_limit) + containerd.DEFAULT_TIMEOUT_S
     with Cri(_address(engine, config)) as cri:
-        found = containerd.find(cri, container)
+        found = cri_containers.find(cri, container)
         containerd.checkpoint(cri, found, archive, timeout_s, stop)
 
 
@@ -168,7 +168,9 @@ def resume_rank(container: str, config: Config) -> None:
     engine = engine_of(container)
     if engine in LEFT_PAUSED:
         with Cri(_address(engine, config)) as cri:
-            containerd.resume(cri, containerd.find(cri, container, containerd.PERHAPS_PAUSED))
+            cri_containers.resume(
+                cri, cri_containers.find(cri, container, cri_containers.PERHAPS_PAUSED)
+            )
 
 
 def resume(operation: Operation, config: Config) -> bool:
@@ -180,8 +182,8 @@ def resume(operation: Operation, config: Config) -> bool:
     if not operation.to_resume:
         return False
     with Cri(_address(operation.subject.engine, config)) as cri:
-        found = containerd.find(cri, operation.to_resume, containerd.PERHAPS_PAUSED)
-        return containerd.resume(cri, found)
+        found = cri_containers.find(cri, operation.to_resume, cri_containers.PERHAPS_PAUSED)
+        return cri_containers.resume(cri, found)
 
 
 def _address(engine: str, config: Config) -> str:

@@ -16,7 +16,7 @@ import click
 from gpustasis.cli import output
 from gpustasis.cli.framework import Group
 from gpustasis.install.layout import with_hook
-from gpustasis.runtimes import containerd, left_paused
+from gpustasis.runtimes import containerd, cri_containers, left_paused
 from gpustasis.runtimes.cri import Cri
 from gpustasis.text import mib
 
@@ -75,7 +75,7 @@ def checkpoint(address: str, container: str, export: Path, timeout_s: int) -> No
     """
     with Cri(address) as cri:
         runtime = cri.runtime()
-        found = containerd.find(cri, container)
+        found = cri_containers.find(cri, container)
         interrupted: list[int] = []
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda number, frame: interrupted.append(number))
@@ -102,7 +102,7 @@ def checkpoint(address: str, container: str, export: Path, timeout_s: int) -> No
 )
 @click.pass_context
 def resume(ctx: click.Context, container: str | None, watch: bool) -> None:
-    """Let CONTAINER run on if a checkpoint that was cut off has left it paused.
+    """Let CONTAINER run on if a checkpoint has left it paused.
 
     CONTAINER is the beginning of its id, or NAMESPACE/POD/CONTAINER. With --watch none is named:
     containers that were paused otherwise stay paused. --json then prints one object a line, one for
@@ -114,8 +114,8 @@ def resume(ctx: click.Context, container: str | None, watch: bool) -> None:
         _watch(ctx)
         return
     with Cri(ctx.obj) as cri:
-        found = containerd.find(cri, container, containerd.PERHAPS_PAUSED)
-        resumed = containerd.resume(cri, found)
+        found = cri_containers.find(cri, container, cri_containers.PERHAPS_PAUSED)
+        resumed = cri_containers.resume(cri, found)
     state = "was paused and runs on" if resumed else "is not paused"
     output.answer(
         {"container": asdict(found), "resumed": resumed},
@@ -145,7 +145,7 @@ def _watch(ctx: click.Context) -> None:
 def list_containers(address: str) -> None:
     """Show the containers that the runtime knows."""
     with Cri(address) as cri:
-        found = containerd.containers(cri)
+        found = cri_containers.containers(cri)
     output.answer(
         {"containers": [asdict(one) for one in found]},
         lambda: output.table(

@@ -27,7 +27,7 @@ from gpustasis.diagnosis import (
 )
 from gpustasis.diagnosis.container import Container, find_container
 from gpustasis.errors import CheckpointError, CriuError, EngineError, UnsupportedError
-from gpustasis.runtimes import containerd
+from gpustasis.runtimes import containerd, cri_containers
 from gpustasis.runtimes.cri import Cri
 from gpustasis.text import plural
 
@@ -118,7 +118,7 @@ def _of_kubernetes(name: str) -> tuple[str, str]:
     for command, path in sockets.items():
         try:
             with Cri(path) as cri:
-                return command, containerd.find(cri, name, containerd.PERHAPS_PAUSED).id
+                return command, cri_containers.find(cri, name, cri_containers.PERHAPS_PAUSED).id
         except EngineError as exc:
             errors.append(str(exc))
     raise CheckpointError("; ".join(errors))

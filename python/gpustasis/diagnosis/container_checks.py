@@ -89,7 +89,7 @@ def _container(container: Container, frozen: bool) -> Finding:
     count = len(container.tasks)
     text = f"{container.name}: {plural(count, 'process', 'es')}, first {container.init}"
     if frozen and container.resume:
-        text += "; it is paused, as a checkpoint that was cut off leaves it"
+        text += "; it is paused, as a checkpoint may leave it"
         return problem("container", text, container.resume)
     if frozen:
         return note("container", f"{text}; it is paused, criu >= 4.1 thaws it for the GPU")
@@ -99,11 +99,12 @@ def _container(container: Container, frozen: bool) -> Finding:
 def _frozen(container: Container) -> bool:
     path = container.group.lstrip("/")
     for place, frozen in (
-        (_GROUPS / path / "cgroup.freeze", "1"),
-        (_GROUPS / "freezer" / path / "freezer.state", "FROZEN"),
+        (_GROUPS / path / "cgroup.freeze", ("1",)),
+        # criu, at its end, waits for no task.
+        (_GROUPS / "freezer" / path / "freezer.state", ("FREEZING", "FROZEN")),
     ):
         try:
-            if place.read_text().strip() == frozen:
+            if place.read_text().strip() in frozen:
                 return True
         except OSError:
             continue

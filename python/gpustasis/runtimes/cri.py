@@ -85,7 +85,7 @@ MESSAGES: Table = {
     "GetTaskResponse": {"process": (1, "TaskProcess")},
     "ResumeTaskResponse": {},
 }
-TASK_PAUSED = 4  # Status.PAUSED of containerd.v1.types
+TASK_RUNNING, TASK_PAUSED = 2, 4  # Status of containerd.v1.types
 GET_TASK = "/containerd.services.tasks.v1.Tasks/Get"
 RESUME_TASK = "/containerd.services.tasks.v1.Tasks/Resume"
 # Method -> (request, response), of SERVICE if it has no path.

@@ -8,6 +8,7 @@ crun puts tasks one below, into `container`.
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import re
@@ -32,7 +33,10 @@ TOO_BUSY = (
     "is too busy to freeze all of its tasks"
 )
 _POLL_S = 0.01
-_CRUN_FAILED = re.compile(r'running "[^"]*crun[^"]*" \["checkpoint"')
+_AFTER_PAUSE = re.compile(
+    r"failed to (checkpoint|write config dumps for|write file system changes of) container "
+    r"|reached waiting for the cgroup to freeze"
+)
 _CONTAINER = re.compile(r"(?:crio-|cri-containerd-)?([0-9a-f]{64})(?:\.scope)?")
 _BELOW = "container"
 
@@ -46,11 +50,15 @@ def was_not_frozen(error: str) -> bool:
 
 
 def may_be_left_paused(error: str) -> bool:
-    """Whether CRI-O says that crun could not checkpoint a container. CRI-O pauses it before, and
-    resumes it only if crun says that it is paused. With cgroup v1 crun says so once all tasks
-    stand, and on a busy node a crun that fails at once has failed before that. Source: CRI-O
-    1.36, internal/lib/checkpoint.go; crun 1.28, src/libcrun/cgroup.c."""
-    return _CRUN_FAILED.search(error) is not None
+    """Whether a runtime says that a checkpoint has failed for which it has paused the container,
+    and may not have resumed it.
+
+    CRI-O does so only if its runtime says that the container is paused. With cgroup v1 crun says so
+    once all tasks stand; on a busy node, or if the checkpoint fails at once, CRI-O has asked before
+    that. With cgroup v2 runc gives up after 10 s if they do not, and leaves them to freeze later.
+    Source: CRI-O 1.36, internal/lib/checkpoint.go; crun 1.28, src/libcrun/cgroup.c;
+    opencontainers/cgroups 0.0.6 (runc 1.3), fs2/freezer.go."""
+    return _AFTER_PAUSE.search(error) is not None
 
 
 class Tries:
@@ -122,9 +130,9 @@ def is_frozen(group: Path) -> bool:
     """Whether a group is, itself. Raises EngineError."""
     try:
         return (group / _files(group)[0]).read_text().strip() == "1"
-    except FileNotFoundError:
-        return False  # it is gone
     except OSError as exc:
+        if exc.errno in (errno.ENOENT, errno.ENODEV):
+            return False  # it is gone
         raise EngineError(f"cannot read {group / _files(group)[0]}: {exc.strerror}") from exc
 
 

@@ -34,6 +34,8 @@ _GATE_OFF = (
     "this kubelet does not offer checkpoints: its feature gate ContainerCheckpoint is off (before "
     "Kubernetes 1.30 it is off unless switched on), or its debugging handlers are"
 )
+# CRI-O asks its runtime, and resumes the container: runc knows when one is paused.
+_BY_RUNC = re.compile(r'running "[^"]*runc" \["checkpoint"')
 # A kubelet's refusal; newer ones name several subresources, of which one is enough. Source:
 # pkg/kubelet/server/server.go of Kubernetes, InstallAuthFilter.
 _KUBELET_FORBIDS = re.compile(
@@ -295,10 +297,11 @@ def _explain_status(
             return f"{said}; {freezer.TOO_BUSY}"
         if "checkpointing of" not in reason:  # nor has anything been tried
             return said
-        if freezer.may_be_left_paused(reason):
+        if freezer.may_be_left_paused(reason) and not _BY_RUNC.search(reason):
             return (
-                f"{said}; with crun and cgroup v1, CRI-O may have left the container paused; on "
-                f"the node: gpustasis crio resume {target.path}"
+                f"{said}; the runtime may have left the container paused; on the node: gpustasis "
+                f"crio resume {target.path}, or gpustasis containerd resume {target.path}. If criu "
+                "was started, its log is in the runtime's state there"
             )
         return (
             f"{said}; the container runs on, and criu's log is in the runtime's state on the node"

@@ -18,7 +18,8 @@ from pathlib import Path
 
 from gpustasis.errors import CheckpointError, EngineError
 from gpustasis.runtimes import crio, shim
-from gpustasis.runtimes.containerd import (
+from gpustasis.runtimes.cri import Cri, socket_path
+from gpustasis.runtimes.cri_containers import (
     CRIO,
     CRIU,
     PERHAPS_PAUSED,
@@ -27,7 +28,6 @@ from gpustasis.runtimes.containerd import (
     containers,
     resume_task,
 )
-from gpustasis.runtimes.cri import Cri, socket_path
 from gpustasis.runtimes.crio import CRIO_NAME, storage_directory
 from gpustasis.runtimes.freezer import groups_by_container, is_frozen, thaw
 from gpustasis.runtimes.instance import Instance, find_instance, require_sight, wait
@@ -152,6 +152,9 @@ class Watch:
         self._last, self._looked_at = look, time.monotonic()
         for one in sorted(self._pauses.note(look, instance.start_time, self._looked_at)):
             self._say("kept", self._why_kept(self._known[one]), self._known[one])
+        for one in sorted(self._pauses.stood_long() & self._known.keys()):
+            self._said.pop(one, None)  # it may be another pause than the last one
+            self._say("kept", self._why_left(self._known[one]), self._known[one])
         return True
 
     def _note_late(self) -> None:
@@ -178,7 +181,10 @@ class Watch:
         self._said.clear()
         self._say("ended", f"{self._runtime} (process {instance.pid}) has ended")
         for one in sorted(stay):
-            text = f"{self._known[one]} stays paused: not for a checkpoint, as far as was seen"
+            text = (
+                f"{self._known[one]} stood still for long before that, and stays so; "
+                f"{self._command} resume {self._known[one].path} lets it run on"
+            )
             self._say("kept", text, self._known[one])
 
     def _successor_since(self, looked_at: float) -> int | None:
@@ -305,8 +311,8 @@ class Watch:
                     found.resume()
             elif cri is not None:
                 resume_task(cri, container, _RESUME_S)
-            elif is_containerd or instance is not None:
-                return False
+            elif is_containerd or instance is not None or self._is_served():
+                return False  # a CRI-O that has found it paused must resume it itself
             groups = self._groups.get(container.id, ())
             for group in groups:
                 if is_frozen(group):
@@ -316,10 +322,25 @@ class Watch:
                     raise EngineError(f"{group} is still frozen")
         return True
 
+    def _is_served(self) -> bool:
+        """Whether a runtime is there by now. Raises EngineError."""
+        found = find_instance(self._path)
+        if isinstance(found, str):
+            return False
+        found.close()
+        return True
+
     def _why_kept(self, container: Container) -> str:
         return (
             f"{container} was paused before this watch began, and nobody knows why; "
             f"{self._command} resume {container.path} lets it run on"
+        )
+
+    def _why_left(self, container: Container) -> str:
+        return (
+            f"{container} has stood still for long, and no checkpoint of it was seen meanwhile: "
+            "somebody has paused it, or a checkpoint has left it so; unless its runtime still "
+            f"writes an archive, {self._command} resume {container.path} lets it run on"
         )
 
     def _why_replaced(self, container: Container) -> str:

@@ -50,6 +50,7 @@ class Pauses:
         self._at_rest: dict[str, float] = {}  # frozen without a dump, since when
         self._dumped: set[str] = set()  # by the runtime of now, since they were last seen to run
         self._wanted: set[str] = set()  # by somebody, as far as is known
+        self._stood_long: set[str] = set()  # of these, and not said yet
         self._left: dict[str, float | None] = {}  # by their runtime; since when without a dump
         self._resumed: set[str] = set()  # of these, and not dumped since
         self._ended_at: float | None = None  # when the last runtime was
@@ -75,14 +76,21 @@ class Pauses:
         for one in look.frozen - look.dumping.keys() - look.busy - self._left.keys():
             since = self._at_rest.setdefault(one, now)
             limit = AFTER_DUMP_S if one in self._dumped else BY_HAND_S
-            if now - since >= limit:
+            if now - since >= limit and one not in self._wanted:
                 self._wanted.add(one)
+                self._stood_long.add(one)
         self._dumped |= own
         self._wanted -= self._unsaid & own  # it was paused for this checkpoint
         self._unsaid -= own
         old = {one for one in self._unsaid if now - self._at_rest.get(one, now) >= SAY_S}
         self._unsaid -= old
         return old
+
+    def stood_long(self) -> set[str]:
+        """Those that have stood still for long while no checkpoint of them was under way, since the
+        last call: somebody has paused them, or a checkpoint has left them so."""
+        found, self._stood_long = self._stood_long, set()
+        return found
 
     def runtime_ended(self, look: Look, now: float, *, in_flight: bool = True) -> set[str]:
         """A look just after the runtime has ended. What is returned stays paused: somebody else
@@ -158,4 +166,5 @@ class Pauses:
         self._at_rest.pop(container, None)
         self._dumped.discard(container)
         self._wanted.discard(container)
+        self._stood_long.discard(container)
         self._unsaid.discard(container)
