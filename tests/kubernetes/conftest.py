@@ -47,12 +47,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class ByRuntime(LoadGroupScheduling):
-    """The groups of pytest_generate_tests, found by the tests' names. pytest-xdist 3.8 finds none
-    with pytest 9.2: each process would start a cluster of each runtime."""
+    """The tests of a runtime in one process, found by their names, and the others of a file in one:
+    else each process would start a cluster of each. (pytest-xdist 3.8 finds no mark of a group with
+    pytest 9.2.)"""
 
     def _split_scope(self, nodeid: str) -> str:
         found = _RUNTIME.search(nodeid)
-        return found[1] if found else super()._split_scope(nodeid)
+        return found[1] if found else nodeid.partition("::")[0]
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -74,9 +75,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     alone = metafunc.definition.get_closest_marker("with_crio") is not None
     every: list[type[ContainerdNode | CrioNode]] = [ContainerdNode, CrioNode]
     runtimes = every[1:] if alone else every
-    values = [  # a cluster of each at once, and the tests of one after the other
-        pytest.param(one, id=one.name, marks=pytest.mark.xdist_group(one.name)) for one in runtimes
-    ]
+    # A cluster of each at once, and the tests of one after the other: ByRuntime.
+    values = [pytest.param(one, id=one.name) for one in runtimes]
     metafunc.parametrize("cluster", values, indirect=True, scope="session")
 
 

@@ -25,10 +25,7 @@ _TRIES = 10
 
 @pytest.fixture(
     scope="module",
-    params=[
-        pytest.param(one, id=one.name, marks=pytest.mark.xdist_group(one.name))
-        for one in (ContainerdWithCrun, CrioWithCrun)
-    ],
+    params=[pytest.param(one, id=one.name) for one in (ContainerdWithCrun, CrioWithCrun)],
 )
 def crun_cluster(request: pytest.FixtureRequest, new_cluster: Any) -> Iterator[KubernetesNode]:
     started: AbstractContextManager[KubernetesNode] = new_cluster(request.param)

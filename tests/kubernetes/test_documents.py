@@ -19,8 +19,6 @@ from support.gpu_pod import GpuPod
 from support.kubernetes_node import ADDRESS, ADMIN, API_SERVER, NODE, KubernetesNode, node_root
 from support.kubernetes_objects import PLACE, RESOURCE
 
-pytestmark = pytest.mark.xdist_group("documents")
-
 HOME = Path("/srv/operator")
 SCRIPT_S = 600.0  # some of their commands wait for 300 s themselves
 _KIND = re.compile(r"^```sh (node|cluster)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
