@@ -47,9 +47,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class ByRuntime(LoadGroupScheduling):
-    """The tests of a runtime in one process, found by their names, and the others of a file in one:
-    else each process would start a cluster of each. (pytest-xdist 3.8 finds no mark of a group with
-    pytest 9.2.)"""
+    """The tests of a runtime in one process, found by their names, and the others of a file in one.
+    Else each process would start a cluster of each: pytest-xdist 3.8 finds no mark of a group with
+    pytest 9.2."""
 
     def _split_scope(self, nodeid: str) -> str:
         found = _RUNTIME.search(nodeid)
