@@ -99,7 +99,8 @@ class EmulatorError(CheckpointError):
 
 class EngineError(CheckpointError):
     """A container engine or a kubelet cannot be reached, refused what was asked, or failed. One
-    whose message says that an archive is complete has left the container paused."""
+    that says "may stand still" may have left the container paused; one that says "is complete" has
+    kept the archive."""
 
     exit_code = 16
 

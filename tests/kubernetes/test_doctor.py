@@ -177,7 +177,7 @@ def crio_with(cluster: KubernetesNode, lines: str) -> Iterator[None]:
             restart(cluster)
             yield
     finally:
-        restart(cluster)
+        restart(cluster, at_once=True)
 
 
 def test_only_of_cri_o_it_is_said_how_it_runs(cluster: KubernetesNode) -> None:

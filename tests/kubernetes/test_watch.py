@@ -15,9 +15,10 @@ import pytest
 
 from gpustasis.runtimes.cri_containers import Container
 from gpustasis.runtimes.kubelet_archives import DIRECTORY
-from gpustasis.runtimes.pauses import IN_FLIGHT_S, SETTLE_S
+from gpustasis.runtimes.pauses import BY_HAND_S, IN_FLIGHT_S, SETTLE_S
 from support.container_logs import whole_lines
 from support.containerd_node import wait_for
+from support.crio_node import CrioNode
 from support.gpu_pod import GpuPod
 from support.idle_kubelet import wait_until_idle
 from support.json_output import check_document
@@ -217,6 +218,9 @@ def runtime_ended_while_it_writes(
         with runtime_away(cluster):  # after that end the watch has nothing of the try to say
             pass
         watch.wait_for("ended", "watching", "ended", "watching")
+        resumed = [one for one in watch.events() if one not in ("ended", "watching")]
+        possible = [f"resumed {pod.path}"] if isinstance(cluster.runtime, CrioNode) else []
+        assert resumed in ([], possible), watch.story()
         watch.forget()
         cluster.wait_for_runtime()
     raise AssertionError(f"{TRIES} times the archive was whole before the end of its runtime")
@@ -262,13 +266,16 @@ def test_nothing_else_is_resumed(cluster: KubernetesNode, watch: Watch) -> None:
         pass
     watch.wait_for("ended", "watching")
     cluster.wait_for_runtime()
+    begun = time.monotonic()
     with paused(cluster, by_hand):
         steps = settle(by_hand)
         with checkpoint_under_way(cluster, other, 4000) as client:
             assert client.wait(TIMEOUT_S) == 0, client.said()
         other.run_on()
-        happened = [one for one in watch.events() if one != f"kept {by_hand.path}"]  # after 60 s
-        assert by_hand.steps() == steps and happened == ["ended", "watching"], watch.story()
+        happened = ["ended", "watching", f"kept {by_hand.path}"]  # the last one once, after a while
+        wanted = happened if time.monotonic() - begun > BY_HAND_S else happened[:2]
+        assert watch.events() in (happened[:2], wanted), watch.story()
+        assert by_hand.steps() == steps
     by_hand.run_on()
     other.delete()
     by_hand.delete()

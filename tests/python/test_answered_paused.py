@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import shutil
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,9 @@ def test_after_an_error(
     said = str(caught.value)
     assert f"did not checkpoint container default/web/c1 (1212121212121): {words}" in said
     is_looked_at = how != "paused before" and words != BY_OTHERS
-    assert ("it was left paused, and was resumed" in said) == (is_looked_at and how == "resumed")
+    assert ("the container was left paused, and was resumed" in said) == (
+        is_looked_at and how == "resumed"
+    )
     assert ("was not resumed and may stand still" in said) == (is_looked_at and how != "resumed")
     assert runtime.paused != (is_looked_at and how == "resumed")
 
@@ -105,26 +108,36 @@ def test_after_a_checkpoint(
     assert archive.read_bytes() == b"an archive" and runtime.paused != resumed
 
 
-@pytest.mark.parametrize("how", ["ends", "is not seen"])
+HOWS = ["ends", "ends while it is resumed", "is not seen", "is not seen before"]
+
+
+@pytest.mark.parametrize("how", HOWS)
 def test_a_checkpoint_of_one_that_cannot_be_seen(
-    cri_path: Path, tmp_path: Path, group: Path, how: str
+    cri_path: Path, tmp_path: Path, group: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     """It is whole: nothing says that the container stands still."""
     runtime = Left("", group)
     runtime.paused = False
-    if how == "is not seen":
+    if how.startswith("is not seen"):
         shutil.rmtree(group)
 
     def answer(request: Any, context: Any) -> dict[str, object]:
+        if how == "is not seen before":  # nor whether somebody has paused it
+            group.mkdir()
+        if how in ("ends while it is resumed", "is not seen before"):
+            return runtime.leave(request, context)
         Path(request.location).write_bytes(b"an archive")
         shutil.rmtree(group, ignore_errors=True)
         return {}
+
+    monkeypatch.setattr(cri_containers, "thaw", shutil.rmtree)
 
     archive = tmp_path / "a.tar"
     answers = runtime.answers() | {"CheckpointContainer": answer}
     with CriServer(cri_path, answers), Cri(str(cri_path)) as cri:
         containerd.checkpoint(cri, cri_containers.find(cri, TWO), archive, 30)
     assert archive.read_bytes() == b"an archive"
+    assert group.exists() == (how == "is not seen before")
 
 
 @pytest.mark.parametrize("is_taken", [False, True])
@@ -198,3 +211,42 @@ def test_a_runtime_that_is_away_resumes_nothing(cri_path: Path, group: Path) -> 
         with pytest.raises(CallError, match="it starts"):
             cri_containers.resume_task(cri, container)
     assert runtime.paused
+
+
+def test_one_that_ends_as_it_is_resumed(cri_path: Path) -> None:
+    runtime = Paused()
+    runtime.paused = True
+    gone = refuse(grpc.StatusCode.NOT_FOUND, "task not found")
+
+    def resume(request: Any, context: Any) -> Any:
+        runtime.ended.set()
+        return gone(request, context)
+
+    def get(request: Any, context: Any) -> Any:
+        return (gone if runtime.ended.is_set() else paused)(request, context)
+
+    paused = runtime.answers()[GET_TASK]
+    answers = runtime.answers() | {GET_TASK: get, RESUME_TASK: resume}
+    with CriServer(cri_path, answers), Cri(str(cri_path)) as cri:
+        assert cri_containers.resume(cri, cri_containers.find(cri, TWO))
+
+
+def test_who_is_attached_is_at_no_checkpoint(
+    cri_path: Path, tmp_path: Path, group: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CRI-O has a pipe of the container's open all that time."""
+    control = f"/run/containers/storage/overlay-containers/{TWO}/userdata/ctl"
+    archive = f"/var/lib/containers/storage/overlay-containers/{TWO}/userdata/checkpoint/x.img"
+    opened: dict[str, dict[int, list[str]]] = {"criu": {}, "crio": {7: [control]}}
+    monkeypatch.setattr(cri_containers, "open_files", lambda *comms: deepcopy(opened))
+    runtime = Left("", group)
+    runtime.paused = False
+    with CriServer(cri_path, runtime.answers()), Cri(str(cri_path)) as cri:
+        container = cri_containers.find(cri, TWO)
+        assert cri_containers.at_work(container) == []
+        containerd.checkpoint(cri, container, tmp_path / "a.tar", 30)
+        assert not runtime.paused
+        opened["crio"][7].append(archive)  # another checkpoint, which has paused it
+        assert cri_containers.at_work(container) == [7]
+        containerd.checkpoint(cri, container, tmp_path / "b.tar", 30)
+        assert runtime.paused

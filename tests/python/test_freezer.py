@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -61,6 +63,23 @@ def test_a_paused_container(host: Host, name: str, version: int) -> None:
     freezer.thaw(group)
     changed = (group / ("freezer.state" if version == 1 else "cgroup.freeze")).read_text()
     assert changed == ("THAWED" if version == 1 else "0")
+
+
+def test_a_group_that_goes_meanwhile(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its file is open by then. Nothing stands still in it; any other error is one."""
+    path = f"/kubepods/crio-{ID}"
+    host.group(path, path)
+    (group,) = freezer.frozen_groups(ID)
+    for code in (errno.ENODEV, errno.EIO):
+
+        def fail(*_: object, code: int = code) -> str:
+            raise OSError(code, os.strerror(code))
+
+        monkeypatch.setattr(Path, "read_text", fail)
+        monkeypatch.setattr(Path, "write_text", fail)
+        for ask in (freezer.is_frozen, freezer.thaw):
+            with nullcontext() if code == errno.ENODEV else pytest.raises(EngineError):
+                assert not ask(group)
 
 
 def test_crun_puts_tasks_one_group_below(host: Host) -> None:

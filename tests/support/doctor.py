@@ -91,11 +91,11 @@ def with_file(root: EngineRoot, path: str, content: bytes, mode: int = 0o644) ->
         place.unlink()
 
 
-def restart(cluster: KubernetesNode) -> None:
+def restart(cluster: KubernetesNode, *, at_once: bool = False) -> None:
     """Its container runtime; what runs under it runs on. A kubelet that runs has ended what it did
-    with it before, and can ask it again after."""
+    with it before, unless at_once, and can ask it again after."""
     is_asked = cluster.runs("kubelet")
-    if is_asked:
+    if is_asked and not at_once:
         wait_until_idle(cluster)
     cluster.runtime.kill()
     cluster.runtime.restart()

@@ -5,12 +5,14 @@ happens."""
 from __future__ import annotations
 
 import subprocess
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gpustasis.runtimes.freezer import GROUPS
 from support.asked_again import UNFROZEN, done_once_frozen
 from support.containerd_node import TIMEOUT_S
 
@@ -31,14 +33,19 @@ class Client:
     start: Callable[[], subprocess.Popen[str]]
     log: Path
     process: subprocess.Popen[str] = field(init=False)
+    begun: float = field(init=False)  # monotonic seconds, of the last one
 
     def __post_init__(self) -> None:
+        self._begin()
+
+    def _begin(self) -> None:
+        self.begun = time.monotonic()
         self.process = self.start()
 
     def require_running(self) -> None:
         """It is begun again where the container could not be frozen, and nothing was dumped."""
         if self.poll() not in (None, 0) and UNFROZEN in self.said():
-            self.process = self.start()
+            self._begin()
         assert self.poll() is None, self.said()
 
     def poll(self) -> int | None:
@@ -105,6 +112,13 @@ def other_kubelet(
         finally:
             with suppress(FileNotFoundError):  # it did not start
                 cluster.kill("kubelet")
+
+
+def may_be_left_paused(cluster: KubernetesNode) -> bool:
+    """By a checkpoint: CRI-O resumes what crun calls paused, and with cgroup v1 crun does so only
+    once all tasks stand."""
+    runtime = (cluster.runtime.command, cluster.runtime.oci_runtime)
+    return runtime == ("crio", "crun") and (GROUPS / "freezer").is_dir()
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from support.containerd_node import REGISTRY
 from support.crio_node import CrioNode
 from support.gpu_pod import GpuPod
 from support.json_output import check_document
+from support.kubernetes_faults import may_be_left_paused
 from support.kubernetes_node import KubernetesNode
 from support.kubernetes_objects import pod_of
 
@@ -20,8 +21,7 @@ def restored_in_another_pod(cluster: KubernetesNode) -> None:
     pod = cluster.job("origin", "--mib", "8")
     pod.run_on()  # it is past its first steps, which a job from the beginning would make
     archive = cluster.checkpoint(pod)
-    if (cluster.runtime.command, cluster.runtime.oci_runtime) == ("crio", "crun"):
-        # With cgroup v1 CRI-O may not resume it: crun calls it paused once all tasks stand.
+    if may_be_left_paused(cluster):
         cluster.root.run("gpustasis", "crio", "resume", pod.path)
     pod.run_on()
     seen = pod.numbers()[-1]

@@ -56,8 +56,8 @@ def checkpoint(
     begin: float,
     write_down: Callable[[Operation], None],
 ) -> Figures:
-    """Raises CheckpointError: the container runs on then. write_down: puts the operation on the
-    disk, or raises."""
+    """Raises CheckpointError: the container runs on then, unless it says otherwise. write_down:
+    puts the operation on the disk, or raises."""
     subject = operation.subject
     if subject.engine == "podman":
         return _podman(operation, config, archive, begin)

@@ -98,8 +98,8 @@ class Work:
         self.operation.place = str(directory / (name if self.process else f"{name}.tar"))
 
     def run(self) -> Figures:
-        """Make the checkpoint. Raises CheckpointError: then the job runs on, but for what
-        operation.note says."""
+        """Make the checkpoint. Raises CheckpointError: then the job runs on, but for what the error
+        or operation.note says."""
         begin = time.monotonic()
         place = Path(self.operation.place)
         if self.process is not None:

@@ -100,7 +100,7 @@ def _frozen(container: Container) -> bool:
     path = container.group.lstrip("/")
     for place, frozen in (
         (_GROUPS / path / "cgroup.freeze", ("1",)),
-        # criu, at its end, waits for no task.
+        # FREEZING: some tasks do not stand yet.
         (_GROUPS / "freezer" / path / "freezer.state", ("FREEZING", "FROZEN")),
     ):
         try:

@@ -24,17 +24,15 @@ from gpustasis.files import give_name
 from gpustasis.runtimes import freezer
 from gpustasis.runtimes.cri import CANCELLED, DEADLINE_EXCEEDED, CallError, Cri, printable
 from gpustasis.runtimes.cri_containers import (
-    CRIO,
-    CRIU,
     SETTLE_S,
     Container,
     alone,
+    at_work,
     is_paused,
     resume_alone,
 )
 from gpustasis.runtimes.crio import CRIO_NAME
 from gpustasis.runtimes.instance import require_sight_of_server
-from gpustasis.task import find_openers
 
 DEFAULT_ADDRESS = "/run/containerd/containerd.sock"
 CRIO_ADDRESS = "/run/crio/crio.sock"
@@ -117,7 +115,7 @@ def _why_left_paused(cri: Cri, container: Container) -> str:
         is_left = (
             cri.runtime().startswith(CRIO_NAME)
             and is_paused(cri, container)
-            and not find_openers(container.id, CRIU, CRIO)
+            and not at_work(container)
         )
     except EngineError:
         return ""  # before the checkpoint it could be told
@@ -125,7 +123,7 @@ def _why_left_paused(cri: Cri, container: Container) -> str:
         if is_left:
             resume_alone(cri, container)
     except EngineError as exc:
-        return str(exc)
+        return str(exc) if freezer.groups_by_container().get(container.id) else ""
     return ""
 
 
@@ -138,7 +136,9 @@ def _have_it_run_on(cri: Cri, container: Container, error: BaseException) -> str
     elif freezer.may_be_left_paused(str(error)):
         try:
             if is_paused(cri, container) and resume_alone(cri, container):
-                return "; it was left paused, and was resumed"
+                return "; the container was left paused, and was resumed"
+        except CallError as exc:
+            return f"; whether the container runs on cannot be told: {exc} ({exc.code})"
         except EngineError as exc:
             return f"; {exc}"
     return ""

@@ -21,6 +21,7 @@ from typing import Any
 from gpustasis.errors import EngineError
 from gpustasis.files import open_own_directory
 from gpustasis.runtimes.cri import (
+    CALL_TIMEOUT_S,
     CONTAINER_STATES,
     GET_TASK,
     RESUME_TASK,
@@ -34,15 +35,17 @@ from gpustasis.runtimes.cri import (
 from gpustasis.runtimes.crio import CRIO_NAME, unpause
 from gpustasis.runtimes.freezer import frozen_groups, thaw
 from gpustasis.runtimes.instance import require_sight_of_server
-from gpustasis.task import find_openers
+from gpustasis.task import open_files
 
 _RUNNING = CONTAINER_STATES[RUNNING]
 # A containerd that was started anew takes a paused container for one in an unknown state.
 PERHAPS_PAUSED = (_RUNNING, "unknown")
 CRIU, CRIO = "criu", "crio"  # processes that are at a checkpoint, by name
 SETTLE_S = 0.5  # there are moments between two steps of a checkpoint
+# conmon's, of a container: CRI-O has it open for as long as somebody is attached to that.
+_CONTROL = "/userdata/ctl"
 _NO_SUCH_METHOD = "UNIMPLEMENTED"  # by a runtime that is not containerd
-_UNAVAILABLE = "UNAVAILABLE"
+_UNAVAILABLE, _NOT_FOUND = "UNAVAILABLE", "NOT_FOUND"
 _RESUME_TIMEOUT_S = 600.0  # a dump that is under way ends first
 _POLL_S = 0.1
 _RESTARTED_S = 15.0  # for an engine that is being started anew
@@ -186,8 +189,8 @@ def resume_alone(cri: Cri, container: Container) -> bool:
         time.sleep(_POLL_S)
     raise EngineError(
         f"container {container} was not resumed and may stand still: {reason}; try "
-        f"ctr -n k8s.io tasks resume {container.id}, or with CRI-O runc resume or crun resume "
-        f"{container.id}"
+        f"ctr -n k8s.io tasks resume {container.id}; with CRI-O crun resume {container.id} or "
+        f"runc resume {container.id}, and restart CRI-O then"
     )
 
 
@@ -200,7 +203,7 @@ def is_paused(cri: Cri, container: Container) -> bool:
     except CallError as exc:
         if exc.code == _NO_SUCH_METHOD:
             return bool(frozen_groups(container.id))
-        if exc.code == "NOT_FOUND":  # it has ended meanwhile
+        if exc.code == _NOT_FOUND:  # it has ended meanwhile
             return False
         raise
     if status == TASK_RUNNING:
@@ -211,19 +214,32 @@ def is_paused(cri: Cri, container: Container) -> bool:
 
 def resume_task(cri: Cri, container: Container, timeout_s: float = _RESUME_TIMEOUT_S) -> None:
     """Ask for a container to be resumed: what counts is how it is afterwards. Raises EngineError if
-    its control groups are not to be seen or changed; CallError if nobody is there to ask, or has
-    such a container."""
+    its control groups are not to be seen or changed; CallError if nobody is there to ask."""
     try:
         _task_call(cri, RESUME_TASK, container, timeout_s)
     except CallError as exc:
         if exc.code == _UNAVAILABLE:
             raise
-        if exc.code != _NO_SUCH_METHOD and _status(cri, container) != TASK_RUNNING:
+        if exc.code != _NO_SUCH_METHOD and not _runs(cri, container, timeout_s):
             return
         if exc.code == _NO_SUCH_METHOD and cri.runtime().startswith(CRIO_NAME):
             unpause(cri.path, container.id)
         for group in frozen_groups(container.id):  # of one that is not paused to its runtime
             thaw(group)
+
+
+def files_at_work() -> dict[str, dict[int, list[str]]]:
+    """What CRIU and CRIO have open, as open_files(): files of a checkpoint, or a restore."""
+    opened = open_files(CRIU, CRIO)
+    for names in opened[CRIO].values():
+        names[:] = [name for name in names if not name.endswith(_CONTROL)]
+    return opened
+
+
+def at_work(container: Container) -> list[int]:
+    """The processes of these that are, at a checkpoint of it."""
+    every = [each for opened in files_at_work().values() for each in opened.items()]
+    return [pid for pid, names in every if any(container.id in name for name in names)]
 
 
 def _wait_for_dump(cri: Cri, container: Container) -> None:
@@ -236,7 +252,7 @@ def _wait_for_dump(cri: Cri, container: Container) -> None:
     deadline = time.monotonic() + _RESUME_TIMEOUT_S
     clear_since = time.monotonic()
     while time.monotonic() - clear_since < SETTLE_S:
-        busy = find_openers(container.id, CRIU, CRIO)
+        busy = at_work(container)
         if busy:
             clear_since = time.monotonic()
             if clear_since > deadline:
@@ -247,14 +263,19 @@ def _wait_for_dump(cri: Cri, container: Container) -> None:
         time.sleep(_POLL_S)
 
 
-def _status(cri: Cri, container: Container) -> int:
+def _runs(cri: Cri, container: Container, timeout_s: float) -> bool:
+    """To containerd, which may not answer, or have no such container any more."""
+    with suppress(CallError):
+        return _status(cri, container, min(timeout_s, CALL_TIMEOUT_S)) == TASK_RUNNING
+    return False
+
+
+def _status(cri: Cri, container: Container, timeout_s: float = CALL_TIMEOUT_S) -> int:
     """As containerd has it. Raises CallError."""
-    return int(_task_call(cri, GET_TASK, container).process.status)
+    return int(_task_call(cri, GET_TASK, container, timeout_s).process.status)
 
 
-def _task_call(
-    cri: Cri, method: str, container: Container, timeout_s: float = _RESUME_TIMEOUT_S
-) -> Any:
+def _task_call(cri: Cri, method: str, container: Container, timeout_s: float) -> Any:
     return cri.call(
         method,
         timeout_s=timeout_s,

@@ -24,6 +24,7 @@ _V1 = ("freezer.self_freezing", "freezer.state", "THAWED")
 _V2 = ("cgroup.freeze", "cgroup.freeze", "0")
 # What is written to freeze it; file that says whether all tasks stand, and the line that says so.
 _FREEZES = {_V1: ("FROZEN", "freezer.state", "FROZEN"), _V2: ("1", "cgroup.events", "frozen 1")}
+_GONE = (errno.ENOENT, errno.ENODEV)
 _FROZEN_S = 10.0
 _TRIES = 4  # how often a runtime is asked for a checkpoint if it cannot freeze the container
 _PAUSE_S = 0.5  # before the second one; twice as long before the third one, ...
@@ -36,6 +37,7 @@ _POLL_S = 0.01
 _AFTER_PAUSE = re.compile(
     r"failed to (checkpoint|write config dumps for|write file system changes of) container "
     r"|reached waiting for the cgroup to freeze"
+    r'|expected "cgroup.freeze" to be in state'
 )
 _CONTAINER = re.compile(r"(?:crio-|cri-containerd-)?([0-9a-f]{64})(?:\.scope)?")
 _BELOW = "container"
@@ -103,12 +105,13 @@ def frozen_groups(container_id: str) -> list[Path]:
 
 
 def thaw(group: Path) -> None:
-    """Raises EngineError."""
+    """Of a group that has gone, nothing stands still. Raises EngineError."""
     _, change, value = _files(group)
     try:
         (group / change).write_text(value)
     except OSError as exc:
-        raise EngineError(f"cannot write {value} to {group / change}: {exc.strerror}") from exc
+        if exc.errno not in _GONE:
+            raise EngineError(f"cannot write {value} to {group / change}: {exc.strerror}") from exc
 
 
 def freeze(group: Path) -> None:
@@ -131,8 +134,8 @@ def is_frozen(group: Path) -> bool:
     try:
         return (group / _files(group)[0]).read_text().strip() == "1"
     except OSError as exc:
-        if exc.errno in (errno.ENOENT, errno.ENODEV):
-            return False  # it is gone
+        if exc.errno in _GONE:
+            return False
         raise EngineError(f"cannot read {group / _files(group)[0]}: {exc.strerror}") from exc
 
 

@@ -26,6 +26,7 @@ from gpustasis.runtimes.cri_containers import (
     Container,
     alone,
     containers,
+    files_at_work,
     resume_task,
 )
 from gpustasis.runtimes.crio import CRIO_NAME, storage_directory
@@ -182,8 +183,9 @@ class Watch:
         self._say("ended", f"{self._runtime} (process {instance.pid}) has ended")
         for one in sorted(stay):
             text = (
-                f"{self._known[one]} stood still for long before that, and stays so; "
-                f"{self._command} resume {self._known[one].path} lets it run on"
+                f"{self._known[one]} was paused before that, and not for a checkpoint, as far as "
+                f"was seen: it stays so; {self._command} resume {self._known[one].path} lets it "
+                "run on"
             )
             self._say("kept", text, self._known[one])
 
@@ -261,7 +263,7 @@ class Watch:
     def _look(self) -> Look:
         """Dumps first: Look says why."""
         dumping: dict[str, int] = {}
-        opened = open_files(CRIU, CRIO)
+        opened = files_at_work()
         for pid, names in opened[CRIU].items():
             with suppress(CheckpointError):  # it has ended
                 start = read_task(pid).start_time
