@@ -8,7 +8,7 @@
 // or a GetState of SLOW_DRIVER_MUTE, never returns; each other GetState takes SLOW_DRIVER_STATE_MS. The first
 // SLOW_DRIVER_REFUSES Restores and
 // SLOW_DRIVER_REFUSES_UNLOCKS Unlocks fail. Until there is a file SLOW_DRIVER_GATE, a Restore of pid SLOW_DRIVER_GATED does
-// not return, and each of pid SLOW_DRIVER_REFUSES_PID fails. The first Unlock of SLOW_DRIVER_RELAPSES fails, for that is checkpointed again;
+// not return, which a file SLOW_DRIVER_GATE.reached says, and fails before SLOW_DRIVER_GATED_AFTER others were made; and each of pid SLOW_DRIVER_REFUSES_PID fails. The first Unlock of SLOW_DRIVER_RELAPSES fails, for that is checkpointed again;
 // with SLOW_DRIVER_RELAPSE_MS so does the second, and the Restore between them takes so long.
 // Each Restore of SLOW_DRIVER_REFUSES_ALWAYS fails, each but of SLOW_DRIVER_RESTORES_ONLY, and each Unlock but of
 // SLOW_DRIVER_UNLOCKS_ONLY, after SLOW_DRIVER_REFUSAL_MS. With SLOW_DRIVER_IN_TURN one Checkpoint begins when the one before
@@ -25,6 +25,7 @@
 #include <cstdlib>
 #include <map>
 #include <mutex>
+#include <string>
 #include <thread>
 
 namespace {
@@ -37,6 +38,12 @@ int number(const char* variable) {
 bool is_gate_shut() {
     const char* gate = std::getenv("SLOW_DRIVER_GATE");
     return gate != nullptr && ::access(gate, F_OK) != 0;
+}
+
+void reach_gate() {
+    if (const char* gate = std::getenv("SLOW_DRIVER_GATE"))
+        if (std::FILE* file = std::fopen((std::string(gate) + ".reached").c_str(), "w"))
+            std::fclose(file);
 }
 
 bool is_held() {
@@ -61,7 +68,7 @@ int take(const char* variable) {
 }
 
 std::atomic<int> locking{0};
-std::atomic<int> refused{0}, unlocks_refused{0}, relapses{0};
+std::atomic<int> refused{0}, unlocks_refused{0}, relapses{0}, restored{0};
 std::atomic<bool> is_ready{false};
 std::mutex in_turn;
 std::mutex states;
@@ -157,10 +164,15 @@ int cuCheckpointProcessRestore(int pid, void*) {
     if (pid == number("SLOW_DRIVER_REFUSES_ALWAYS"))
         return refuse();
     take("SLOW_DRIVER_RESTORE_MS");
+    if (pid == number("SLOW_DRIVER_GATED") && restored < number("SLOW_DRIVER_GATED_AFTER"))
+        return 304;
+    if (pid == number("SLOW_DRIVER_GATED"))
+        reach_gate();
     while (pid == number("SLOW_DRIVER_GATED") && is_gate_shut())
         std::this_thread::sleep_for(std::chrono::milliseconds(1));
     if (pid == number("SLOW_DRIVER_RELAPSES") && relapses == 1)
         take("SLOW_DRIVER_RELAPSE_MS");
+    ++restored;
     return move_to(pid, 1, "restore");
 }
 int cuCheckpointProcessUnlock(int pid, void*) {

@@ -171,8 +171,10 @@ void an_orphan_unlocks_none_that_has_died_meanwhile() {
     const sample::TempDir place;
     const Variable gate("SLOW_DRIVER_GATE", place.path("gate"));
     const Variable gated("SLOW_DRIVER_GATED", std::to_string(tasks[2].pid()));
+    const Variable last("SLOW_DRIVER_GATED_AFTER", "2"); // whichever is tried first
     const Orphaned orphan(tasks);
-    CHECK(comes_true([&] { return orphan.noted() == "restore restore "; }));
+    CHECK(comes_true([&] { return place.has("gate.reached"); }));
+    CHECK(orphan.noted() == "restore restore ");
     tasks[0].end(); // and until it has ended
     open_gate(place.path("gate"));
     CHECK(::waitpid(orphan.worker, nullptr, 0) == orphan.worker);
@@ -199,8 +201,10 @@ void an_orphan_unlocks_none_that_is_stopped() {
     const sample::TempDir place;
     const Variable gate("SLOW_DRIVER_GATE", place.path("gate"));
     const Variable gated("SLOW_DRIVER_GATED", std::to_string(tasks[2].pid()));
+    const Variable last("SLOW_DRIVER_GATED_AFTER", "2"); // whichever is tried first
     const Orphaned orphan(tasks);
-    CHECK(comes_true([&] { return orphan.noted() == "restore restore "; }));
+    CHECK(comes_true([&] { return place.has("gate.reached"); }));
+    CHECK(orphan.noted() == "restore restore ");
     CHECK(::kill(tasks[0].pid(), SIGSTOP) == 0);
     CHECK(comes_true([&] { return proc::state(tasks[0].pid()) == 'T'; }));
     open_gate(place.path("gate"));
@@ -218,8 +222,10 @@ void an_orphan_unlocks_none_that_is_traced() {
     const sample::TempDir place;
     const Variable gate("SLOW_DRIVER_GATE", place.path("gate"));
     const Variable gated("SLOW_DRIVER_GATED", std::to_string(tasks[2].pid()));
+    const Variable last("SLOW_DRIVER_GATED_AFTER", "2"); // whichever is tried first
     const Orphaned orphan(tasks);
-    CHECK(comes_true([&] { return orphan.noted() == "restore restore "; }));
+    CHECK(comes_true([&] { return place.has("gate.reached"); }));
+    CHECK(orphan.noted() == "restore restore ");
     CHECK(::ptrace(PTRACE_SEIZE, tasks[0].pid(), nullptr, nullptr) == 0);
     open_gate(place.path("gate"));
     ::sleep(8); // 10 s after criu has let go of the first nobody waits for it
