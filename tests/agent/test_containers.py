@@ -21,6 +21,7 @@ from gpustasis.agent.operations import Journal, Operation, State
 from gpustasis.agent.queue import Queue
 from gpustasis.agent.subjects import Subject
 from gpustasis.runtimes import containerd as engine
+from gpustasis.runtimes import cri_containers
 from gpustasis.runtimes.cri import GET_TASK, RESUME_TASK, TASK_PAUSED
 from support.cri_server import CriServer, inventory
 
@@ -126,7 +127,7 @@ def test_an_engine_is_given_as_long_as_the_job(monkeypatch: pytest.MonkeyPatch) 
     given = []
     monkeypatch.setattr(containers, "engine_of", lambda _: "crio")
     monkeypatch.setattr(containers, "Cri", lambda _: nullcontext())
-    monkeypatch.setattr(engine, "find", lambda *_: ID)
+    monkeypatch.setattr(cri_containers, "find", lambda *_: ID)
     monkeypatch.setattr(engine, "checkpoint", lambda *words: given.append(words[3]))
     words = (ID, Config(jobs_dump_limit=7200.0), Path("/none"))
     containers.dump_rank(*words, leave_running=True, stop=lambda: False)
