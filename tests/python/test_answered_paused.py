@@ -250,3 +250,25 @@ def test_who_is_attached_is_at_no_checkpoint(
         assert cri_containers.at_work(container) == [7]
         containerd.checkpoint(cri, container, tmp_path / "b.tar", 30)
         assert runtime.paused
+
+
+def test_a_crio_that_ends_after_its_answer(cri_path: Path, tmp_path: Path, group: Path) -> None:
+    """It may have left the container paused."""
+    archive, runtime = tmp_path / "a.tar", Left("", group)
+    runtime.paused = False
+    answered: list[bool] = []
+
+    def leave(request: Any, context: Any) -> dict[str, object]:
+        answered.append(True)
+        return runtime.leave(request, context)
+
+    def get(request: Any, context: Any) -> Any:
+        code = grpc.StatusCode.UNAVAILABLE if answered else grpc.StatusCode.UNIMPLEMENTED
+        return refuse(code, "it ends")(request, context)
+
+    answers = runtime.answers() | {"CheckpointContainer": leave, GET_TASK: get}
+    with CriServer(cri_path, answers), Cri(str(cri_path)) as cri:
+        container = cri_containers.find(cri, TWO)
+        with pytest.raises(EngineError, match="is complete, but whether container default/web/c1"):
+            containerd.checkpoint(cri, container, archive, 30)
+    assert archive.exists()

@@ -117,8 +117,10 @@ def _why_left_paused(cri: Cri, container: Container) -> str:
             and is_paused(cri, container)
             and not at_work(container)
         )
+    except CallError as exc:
+        return f"whether container {container} runs on cannot be told: {exc} ({exc.code})"
     except EngineError:
-        return ""  # before the checkpoint it could be told
+        return ""  # it has ended: before the checkpoint its groups were seen
     try:
         if is_left:
             resume_alone(cri, container)
