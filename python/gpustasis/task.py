@@ -134,15 +134,6 @@ def find_users(directory: Path, *comms: str) -> list[int]:
     )
 
 
-def find_openers(part: str, *comms: str) -> list[int]:
-    """Processes of these names and of this user, and in no container, that have a file open whose
-    path holds `part`."""
-    return _find(
-        comms,
-        lambda entry: _is_here(entry) and any(part in name for name in _each(entry, os.readlink)),
-    )
-
-
 def open_files(*comms: str) -> dict[str, dict[int, list[str]]]:
     """Paths of what processes of these names and of this user, and in no container, have open; by
     name and pid."""

@@ -30,9 +30,9 @@ from gpustasis.image.directory import is_there
 from gpustasis.image.peer_record import PEER_RECORD
 from gpustasis.image.verification import verify_directory
 from gpustasis.recovery import GUARDIAN_COMM, WORKER_COMM
-from gpustasis.task import find_openers
 from support.arena import dump, ram, restore
 from support.job import reap_workers
+from support.openers import find_openers
 
 DRIVER = "580.95.05"
 SLOW: Rates = (0.4, 0.4)  # GB/s of a GPU each way: 16 MiB take 40 ms

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from gpustasis.task import find_openers, find_users, open_files
+from gpustasis.task import find_users, open_files
 from support.job import ended
+from support.openers import find_openers
 
 LOOKS = 200
 # Holds a directory as its last descriptor, and opens and closes what comes before it.

@@ -23,6 +23,7 @@ from gpustasis.runtimes.cri import (
     RUNNING,
     SERVICE,
     TASK_PAUSED,
+    TASK_RUNNING,
     message_classes,
 )
 
@@ -126,7 +127,7 @@ class Paused:
         def get(request: Any, context: Any) -> dict[str, object]:
             metadata = dict(context.invocation_metadata())
             assert metadata["containerd-namespace"] == "k8s.io"
-            return {"process": {"status": TASK_PAUSED if self.paused else 2}}
+            return {"process": {"status": TASK_PAUSED if self.paused else TASK_RUNNING}}
 
         def resume(request: Any, context: Any) -> dict[str, object]:
             self.paused = False
