@@ -12,7 +12,8 @@ stock     criu without any plugin: stock(words) -> CompletedProcess
 For custom storage, on an emulator of the test's own with driver 615:
 gpus      the emulator: two GPUs of 256 MiB, copies as fast as memory
 callers   callers(gpus=2) -> support.custom_storage.Caller
-jobs      jobs(mib=8) -> Job: programs/plain_vectors.c, running
+jobs      jobs(mib=8) -> Job: programs/plain_vectors.c, running; with pauses=True each round of it
+          waits for SIGUSR1
 two_gpus  programs/two_gpus.c, ready
 """
 
@@ -142,9 +143,10 @@ def jobs(
 ) -> Callable[..., Job]:
     program = compile_cuda(PROGRAMS / "plain_vectors.c")
 
-    def start(mib: int = 8) -> Job:
-        job = launch([program, str(mib), "1000000", "5"], environ=environ_13_4)
-        job.wait_for("round 1 ok")
+    def start(mib: int = 8, *, pauses: bool = False) -> Job:
+        pause_ms = 3_600_000 if pauses else 5
+        job = launch([program, str(mib), "1000000", str(pause_ms)], environ=environ_13_4)
+        job.wait_for("round 0 ok" if pauses else "round 1 ok")
         return job
 
     return start

@@ -82,7 +82,7 @@ def test_several_processes_at_once_from_several_threads(
 def test_fills_are_no_traffic_of_the_host(
     callers: Callable[..., Caller], jobs: Callable[..., Job], gpus: Emulator
 ) -> None:
-    job = jobs(100)
+    job = jobs(100, pauses=True)
     caller = callers()
     saved = bring(caller, job.pid, CHECKPOINTED)
     for knob in ("direct_d2h_ms_per_gib", "direct_h2d_ms_per_gib"):
@@ -98,6 +98,7 @@ def test_fills_are_no_traffic_of_the_host(
     assert caller("complete", operation) == (SUCCESS,)
     assert time.monotonic() - started < 20
     assert caller("unlock", job.pid) == (SUCCESS,)
+    job.signal(signal.SIGUSR1)
     assert job.wait() == 1
     assert "is 00000000" in job.output()
 

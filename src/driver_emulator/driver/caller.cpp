@@ -100,9 +100,12 @@ bool is_alive(pid_t pid, pid_t tid) noexcept {
 Result read_reply(pid_t pid, pid_t tid, int fd, std::uint64_t id, ChannelReply& reply) noexcept {
     while (true) {
         pollfd event{fd, POLLIN, 0};
-        const int ready = poll(&event, 1, kLivenessCheckMs);
+        int ready = poll(&event, 1, kLivenessCheckMs);
         if (ready == 0 && !is_alive(pid, tid)) {
-            return Result::operating_system;
+            ready = poll(&event, 1, 0); // what it sent before it ended
+            if (ready == 0) {
+                return Result::operating_system;
+            }
         }
         if (ready <= 0) {
             continue;

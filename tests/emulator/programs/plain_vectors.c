@@ -4,10 +4,12 @@
  * Usage: plain_vectors MEGABYTES ROUNDS PAUSE_MS
  * Fills two vectors on the GPU, one from the host and one by memset, then in each round copies them
  * back and forth, changes one word, and checks every byte. Prints "round N ok" after each round and
- * "done" at the end; on any difference it says where, and exits with 1.
+ * "done" at the end; on any difference it says where, and exits with 1. SIGUSR1 ends a pause.
  */
 #include <cuda.h>
 
+#include <errno.h>
+#include <signal.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -38,6 +40,10 @@ int main(int argc, char** argv) {
     const long rounds = atol(argv[2]);
     const long pause_ms = atol(argv[3]);
     const size_t words = size / sizeof(uint32_t);
+    sigset_t wake;
+    sigemptyset(&wake);
+    sigaddset(&wake, SIGUSR1);
+    sigprocmask(SIG_BLOCK, &wake, NULL);
 
     CHECK(cuInit(0));
     CUdevice device;
@@ -86,7 +92,8 @@ int main(int argc, char** argv) {
         printf("round %ld ok\n", round);
         fflush(stdout);
         struct timespec pause = {pause_ms / 1000, (pause_ms % 1000) * 1000000};
-        nanosleep(&pause, NULL);
+        while (sigtimedwait(&wake, NULL, &pause) < 0 && errno == EINTR) // by no signal
+            continue;
     }
     CHECK(cuMemFree(random));
     CHECK(cuMemFree(constant));
