@@ -76,9 +76,11 @@ def misleading_thread(pid: int) -> str | None:
     driver write to any file that the process has open, if only for reading.
     """
     place = PROC / str(pid)
-    try:
+    with suppress(FileNotFoundError, ProcessLookupError):  # it has ended
         for thread in (place / "task").iterdir():
-            name = (thread / "comm").read_text(errors="replace").rstrip("\n")
+            name = ""
+            with suppress(FileNotFoundError, ProcessLookupError):  # that one has; others follow
+                name = (thread / "comm").read_text(errors="replace").rstrip("\n")
             digits = _DRIVER_THREAD.fullmatch(name)
             for number in divmod(int(digits[1], 16), 1 << 22) if digits else ():
                 try:
@@ -90,8 +92,6 @@ def misleading_thread(pid: int) -> str | None:
                         f"thread {thread.name} of process {pid} is named {name} as the driver's "
                         f"are, but leads it to {target} (descriptor {number}), which is no pipe"
                     )
-    except (FileNotFoundError, ProcessLookupError):
-        pass  # it has ended, or one of its threads has
     return None
 
 

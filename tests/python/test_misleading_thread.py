@@ -92,6 +92,21 @@ def test_pipes_are_as_the_driver_has_them(victim: Path) -> None:
     assert task.misleading_thread(pid) is None  # it has ended
 
 
+def test_threads_that_have_ended_hide_none(
+    victim: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel lists them, and has nothing to say of them a moment later."""
+    threads = tmp_path / "7" / "task"
+    for tid in range(7, 57):
+        (threads / str(tid)).mkdir(parents=True)
+    (tmp_path / "7" / "fd").mkdir()
+    (tmp_path / "7" / "fd" / "3").symlink_to(victim)
+    last = list(threads.iterdir())[-1]
+    (last / "comm").write_text(f"cuda{3 << 22 | 3:011x}\n")
+    monkeypatch.setattr(task, "PROC", tmp_path)
+    assert f"leads it to {victim} (descriptor 3)" in (task.misleading_thread(7) or "")
+
+
 def test_a_worker_is_believed_only_if_it_is_of_this_user(images: Path) -> None:
     """Any user may name a process like the plugin's worker, and recover waits for those."""
     code = (
