@@ -25,6 +25,10 @@
 namespace gpustasis::emulator {
 namespace {
 
+// 30 s for the memory of a client that has ended: its worker gives it back, once it gets a processor.
+constexpr int kReleaseTries = 6000;
+constexpr useconds_t kReleasePollUs = 5'000;
+
 class UniqueFd {
 public:
     explicit UniqueFd(int fd = -1) : fd_(fd) {}
@@ -124,14 +128,14 @@ void Worker::attach(const AttachDevice& request) {
 
 /// Takes memory of a GPU; that of clients which have just died counts as free.
 bool Worker::acquire(unsigned gpu, std::uint64_t size) {
-    for (int tries = 0; tries < 100; ++tries) {
+    for (int tries = 0; tries < kReleaseTries; ++tries) {
         if (ledger_.acquire(slot_, gpu, size)) {
             return true;
         }
         if (size > ledger_.capacity(gpu) || !ledger_.is_awaiting_release()) {
             return false;
         }
-        usleep(5'000);
+        usleep(kReleasePollUs);
     }
     return ledger_.acquire(slot_, gpu, size);
 }

@@ -43,7 +43,6 @@ void* run_restore_thread(void* argument) {
 /// Waits for events that the emulated GPUs never have.
 void* run_event_thread(void* argument) {
     const EventFiles& files = static_cast<Driver*>(argument)->event_files;
-    prctl(PR_SET_NAME, "cuda-EvtHandlr");
     while (true) {
         if (event_thread_held.load() != 0) {
             futex_wait(event_thread_held, 1, 0);
@@ -60,9 +59,8 @@ void* run_event_thread(void* argument) {
 }
 
 /// Of an NCCL process group: PyTorch's threads that watch it.
-void* run_nccl_thread(void* name) {
+void* run_nccl_thread(void*) {
     static const std::atomic<std::uint32_t> never{0};
-    prctl(PR_SET_NAME, name);
     while (true) {
         futex_wait(never, 0, 0);
     }
@@ -79,7 +77,7 @@ void* run_stream_thread(void* argument) {
 
 } // namespace
 
-bool start_driver_thread(void* (*body)(void*), void* argument) noexcept {
+bool start_driver_thread(void* (*body)(void*), void* argument, const char* name) noexcept {
     sigset_t all;
     sigset_t old;
     sigfillset(&all);
@@ -92,6 +90,9 @@ bool start_driver_thread(void* (*body)(void*), void* argument) noexcept {
     const int error = pthread_create(&thread, &attributes, body, argument);
     pthread_attr_destroy(&attributes);
     pthread_sigmask(SIG_SETMASK, &old, nullptr);
+    if (error == 0 && name != nullptr) {
+        pthread_setname_np(thread, name);
+    }
     return error == 0;
 }
 
@@ -110,13 +111,12 @@ Result start_context_threads(Driver& driver) noexcept {
     if (context_threads_started) {
         return Result::success;
     }
-    if (!start_driver_thread(run_event_thread, &driver) ||
+    if (!start_driver_thread(run_event_thread, &driver, "cuda-EvtHandlr") ||
         !start_driver_thread(run_stream_thread, &driver)) {
         return Result::operating_system;
     }
-    static char nccl_threads[][16] = {"pt_nccl_watchdg", "pt_nccl_heartbt"};
-    for (char* name : {nccl_threads[0], nccl_threads[1]}) {
-        if (driver.info.nccl != 0 && !start_driver_thread(run_nccl_thread, name)) {
+    for (const char* name : {"pt_nccl_watchdg", "pt_nccl_heartbt"}) {
+        if (driver.info.nccl != 0 && !start_driver_thread(run_nccl_thread, nullptr, name)) {
             return Result::operating_system;
         }
     }
