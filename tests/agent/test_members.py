@@ -7,10 +7,8 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -21,119 +19,20 @@ import pytest
 from gpustasis import policy
 from gpustasis.agent import containers, members, ranks
 from gpustasis.agent.config import Config
-from gpustasis.agent.ranks import Ranks
 from gpustasis.errors import EngineError, JobError
 from gpustasis.jobs import epochs
-from gpustasis.jobs.local import Local
 from gpustasis.jobs.member import Keeper
 from gpustasis.jobs.messages import Phase
 from gpustasis.jobs.network import Lock, Network
-from gpustasis.jobs.place import Place, State, place_of
-from gpustasis.jobs.records import Keys, Plan
+from gpustasis.jobs.place import State
+from gpustasis.jobs.records import Plan
 from gpustasis.jobs.server import Server
 from gpustasis.jobs.store import Put
 from gpustasis.jobs.visits import Visit
 from gpustasis.task import boot_id, read_task
-from support.job_ranks import ANSWER_S, namespace, tables
+from support.job_ranks import namespace, tables
 from support.packet_filters import put_nft
-
-A, B = "a" * 64, "b" * 64
-KEYS = Keys("job")
-TIMEOUT_S = 60.0
-POLL_S = 0.02
-# Says its line, with its parent as criu, and what is answered.
-SCRIPT = """
-import os, socket, sys
-place, line = sys.argv[1:]
-with socket.socket(socket.AF_UNIX) as sock:
-    sock.connect(place)
-    sock.sendall(line.format(criu=os.getppid()).encode() + b"\\n")
-    print(sock.makefile().read(), end="", flush=True)
-"""
-
-
-class Node:
-    """running: containers that run. config: of the agent that start() starts."""
-
-    def __init__(self, place: Path, held: ExitStack) -> None:
-        self._place = place
-        self._held = held
-        self.running: set[str] = set()
-        self.policies = place / "gpustasis/policy"
-        self.policies.mkdir(mode=0o700, parents=True)
-        self.store = Local(place / "jobs.sock", ANSWER_S)
-        self.config = Config(
-            store=place / "kept",
-            jobs_socket=place / "jobs.sock",
-            ranks_socket=place / "ranks.sock",
-            jobs_look_limit=600.0,
-        )
-
-    def add(self, container: str, *, world: int = 1) -> None:
-        """One that runs, rank 0."""
-        words = {"job": "job", "rank": "0", "world": f"{world}"}
-        found = policy.parse_annotations({policy.PREFIX + name: one for name, one in words.items()})
-        assert found is not None
-        self.running.add(container)
-        file = self.policies / container
-        file.write_text(policy.format_policy(found, container))
-        file.chmod(0o600)
-        file.rename(file.with_suffix(".toml"))
-
-    def end(self, container: str) -> None:
-        (self.policies / f"{container}.toml").unlink()
-        self.running.remove(container)
-
-    def start(self) -> Ranks:
-        found = Ranks(self.config)
-        self._held.callback(close, found)
-        found.start()
-        return found
-
-    @property
-    def rank(self) -> Place:
-        return place_of("job", 0, self.config.store / "ranks/job", self._place / "run")
-
-    def has_keeper(self) -> bool:
-        self.rank.make()
-        try:
-            os.close(self.rank.only_keeper())
-        except JobError:
-            return True
-        return False
-
-    def script(self, action: str, container: str, criu: str = "{criu}") -> subprocess.Popen[str]:
-        line = f"{action} {container} {os.getpid()} /proc/{criu}/fd/0"
-        words = [sys.executable, "-c", SCRIPT, str(self.config.ranks_socket), line]
-        process = subprocess.Popen(
-            ["/bin/sh", "-c", '"$@"; exit $?', "sh", *words], stdout=subprocess.PIPE, text=True
-        )
-        self._held.callback(process.kill)
-        return process
-
-    def newest(self) -> str:
-        return self.store.read(KEYS.newest).entries[KEYS.newest].value
-
-
-def close(found: Ranks) -> None:
-    """And let nothing of it run on: other tests say other things."""
-    left = list(found._members.values())
-    found.close()
-    for one in left:
-        one._thread.join(TIMEOUT_S)
-    assert found._store is not None
-    found._store.close()
-
-
-def answer(script: subprocess.Popen[str]) -> str:
-    return script.communicate(timeout=TIMEOUT_S)[0]
-
-
-def wait_for(what: Callable[[], object]) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not what():
-        assert time.monotonic() < deadline
-        time.sleep(POLL_S)
+from support.rank_node import KEYS, POLL_S, TIMEOUT_S, A, B, Node, answer, wait_for
 
 
 @pytest.fixture
@@ -221,7 +120,12 @@ def test_a_policy_that_cannot_be_read_is_read_again(node: Node) -> None:
     wait_for(lambda: started._members)
 
 
-def test_the_next_container_may_say_another_world(node: Node) -> None:
+def test_the_next_container_may_say_another_world(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody but the one that asks looks who runs meanwhile: B does not run either."""
+    monkeypatch.setattr(ranks, "_RUNNING_S", TIMEOUT_S)
+    monkeypatch.setattr(members, "_END_S", TIMEOUT_S)
     node.add(A, world=3)
     started = node.start()
     wait_for(node.has_keeper)
@@ -230,6 +134,33 @@ def test_the_next_container_may_say_another_world(node: Node) -> None:
         started._member(rank, B)
     node.running.clear()
     assert started._member(rank, B).known == {B}
+
+
+def test_a_keeper_that_just_ends_by_itself_is_waited_for(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It needs the lock under which it was told to stop."""
+    monkeypatch.setattr(ranks, "_RUNNING_S", TIMEOUT_S)
+    node.add(A, world=3)
+    started = node.start()
+    wait_for(lambda: started._members)
+    (keeper,) = started._members.values()
+    leaves, leave, stop = threading.Event(), keeper._leave, keeper.stop
+
+    def say_and_leave(member: members.Member) -> bool:
+        leaves.set()
+        return leave(member)
+
+    def stop_as_it_leaves() -> None:
+        keeper.drop({A})
+        assert leaves.wait(TIMEOUT_S)
+        stop()
+
+    monkeypatch.setattr(keeper, "_leave", say_and_leave)
+    monkeypatch.setattr(keeper, "stop", stop_as_it_leaves)
+    node.running.clear()
+    assert started._member(policy.Rank("job", 0, 2), B).known == {B}
+    assert keeper not in started._members.values()
 
 
 def test_two_containers_are_not_one_rank(node: Node) -> None:

@@ -180,12 +180,17 @@ class Ranks:
             )
         key = rank.job, rank.rank
         with self._lock:
+            ending = self._members.get(key)
+            if ending and not (ending.stops or ending.is_of_another_world(rank, container)):
+                ending = None
+            if ending:
+                ending.stop()
+        has_ended = ending is not None and ending.has_stopped()  # it may need the lock for that
+        with self._lock:
             found = self._members.get(key)
-            if found is not None and (found.stops or found.is_of_another_world(rank, container)):
-                found.stop()
-                if found.has_stopped():
-                    self._remove(found)
-                    found = None
+            if found is not None and found is ending and has_ended:
+                self._remove(found)
+                found = None
             if found is None:
                 found = Member(self._config, self._store, rank, container, self._leave)
                 self._members[key] = found
