@@ -20,7 +20,7 @@ from gpustasis.jobs import ending, epochs, steering
 from gpustasis.jobs import recovering as recovering_module
 from gpustasis.jobs.ending import Ended, Signal
 from gpustasis.jobs.guard import Guard, where
-from gpustasis.jobs.lives import Failure, Stage, Way
+from gpustasis.jobs.lives import Failure, Life, Stage, Way
 from gpustasis.jobs.messages import Phase
 from gpustasis.jobs.preempting import Grace, Preempting
 from gpustasis.jobs.rank import Context
@@ -312,15 +312,19 @@ UNTIL_TOLD = ("sh", "-c", "trap 'exit 0' TERM; while :; do sleep 0.05; done")
 GRACE = Grace(grace_s=120.0, reserve_s=5.0, rate=1 << 40)
 
 
+@pytest.mark.parametrize("late", [False, True])
 def test_tasks_of_a_job_that_has_ended_get_the_signal_that_was_to_checkpoint_it(
+    late: bool,
     context: Context,  # noqa: F811
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Else they would have time to end, and not know that they have to."""
-    ready = tmp_path / "ready"
+    """Else they would have time to end, and not know that they have to. late: they end while their
+    keeper looks at what has become of the job."""
+    ready, may_end = tmp_path / "ready", tmp_path / "may-end"
     monkeypatch.setattr(recovering_module, "_ENDS_WITHIN_S", 10.0)
-    _, rank = recovering(context)
+    guard, rank = recovering(context)
+    read = guard.read
     told: list[str] = []
     preempting = Preempting(context, GRACE, told.append)
     monkeypatch.setattr(preempting, "_begin", lambda: 0)  # another epoch is under way
@@ -329,11 +333,24 @@ def test_tasks_of_a_job_that_has_ended_get_the_signal_that_was_to_checkpoint_it(
         wait_for(lambda: len(told) > 0, "the keeper's answer to the signal")
         steering.give_up(context.store, context.keys)
 
+    def read_late() -> Life:
+        life = read()
+        is_takes = threading.current_thread() is threading.main_thread()
+        if is_takes and any("the tasks are told to end" in line for line in told):
+            may_end.touch()
+            wait_for(lambda: not context.state.lives, "the end of the tasks")
+        return life
+
     with closing(rank):
         assert rank.begin(new=True, can_start=True)
+        if late:
+            monkeypatch.setattr(guard, "read", read_late)
+        else:
+            may_end.touch()
         supervisor = Supervisor(context, SETTINGS, print, preempting, rank)
         before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-        code = f"trap 'exit 0' TERM; touch {ready}; while :; do sleep 0.05; done"
+        ends = f"until [ -e {may_end} ]; do sleep 0.01; done; exit 0"
+        code = f"trap '{ends}' TERM; touch {ready}; while :; do sleep 0.05; done"
         supervisor.start(("sh", "-c", code), os.environ)
         try:
             with signalled(signal.SIGTERM, ready.exists, fail):

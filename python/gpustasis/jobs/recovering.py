@@ -238,9 +238,9 @@ class Recovering:
         watcher = self._watcher
         return watcher is not None and not ended and bool(watcher.look(self._context.state.pid))
 
-    def take(self, status: int | None) -> Next:
-        """Do what is due. status: of the tasks, if they have ended. Raises JobError; StoreError:
-        then it is asked again."""
+    def take(self, status: int | None, *, lived: bool = False) -> Next:
+        """Do what is due. status: of the tasks, if they have ended; lived: they had not. Raises
+        JobError; StoreError: then it is asked again."""
         context, guard = self._context, self._guard
         if guard.unseated:
             self._stop()
@@ -266,7 +266,7 @@ class Recovering:
                 time.sleep(_AGAIN_S)
             case Stage.STOPS:
                 self._make_way(life)
-            case Stage.FAILED | Stage.DONE:
+            case Stage.FAILED | Stage.DONE if context.state.lives or not lived:  # else: how?
                 self._stop()
                 if guard.standing(life.number) is not None:  # else another place may have it
                     self._say(life, Way.STOPPED)  # so that it may be started elsewhere

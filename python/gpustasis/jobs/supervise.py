@@ -136,9 +136,7 @@ class Supervisor:
         """Until the tasks have ended. restoring: there are none yet, and an epoch brings them.
         restart: the checkpoint that is restored as soon as all ranks wait for that; 0: somebody
         else asks for it. command: that starts them again, if the job is recovered. early: what has
-        come before.
-
-        Raises JobError if that epoch was aborted, and what Keeper.take_part raises."""
+        come before. Raises JobError if that epoch was aborted, and what Keeper.take_part raises."""
         waits = restoring and not self._context.state.lives
         recovering = self._recovering
         self._command = command
@@ -190,7 +188,8 @@ class Supervisor:
     def _recover(self, recovering: Recovering) -> Ended | None:
         """What its job's life asks of the rank now; None: it goes on. Raises JobError."""
         try:
-            then = recovering.take(None if self._context.state.lives else self._status)
+            lives = self._context.state.lives
+            then = recovering.take(None if lives else self._status, lived=lives)
         except StoreError as exc:
             self._await_store(exc)
             return None
