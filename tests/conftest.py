@@ -48,6 +48,7 @@ from gpustasis.emulator import RATES_OFF, Emulator, Options, api_version_of, lib
 from support import hierarchies
 from support.checkpoint import Checkpointer
 from support.criu_roots import criu_place, criu_versions, preferred_criu
+from support.driver_states import await_ends
 from support.job import Job, reap_workers
 
 EMULATED_DRIVER = "580.95.05"
@@ -210,6 +211,7 @@ def running_emulator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Emula
 
 @pytest.fixture
 def emulator(running_emulator: Emulator) -> Iterator[Emulator]:
+    await_ends(running_emulator)  # of the tests before
     settings: dict[str, object] = running_emulator.status()["settings"]
     yield running_emulator
     reap_workers()

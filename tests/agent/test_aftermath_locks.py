@@ -193,7 +193,7 @@ def test_who_was_locked_without_the_dump_stays_so(
 
 def test_logs_that_say_that_a_dump_has_begun(temporary: Path) -> None:
     log = leave_log(temporary, 7, name="")  # as before CRIU 4.1
-    now = time.time()
+    now = log.stat().st_mtime
     assert dump_has_begun(7, now) and not dump_has_begun(77, now) and not dump_has_begun(7, now + 9)
     log.chmod(0o622)
     assert not dump_has_begun(7, now)
@@ -231,7 +231,6 @@ def test_who_does_not_answer_keeps_nobody_from_being_written_down(
     silent, job, late = gpu_generations(), gpu_generations(), gpu_generations()
     pids = (silent.pid, job.pid, late.pid)
     monkeypatch.setattr("gpustasis.agent.work.tree_pids", lambda _: pids)
-    monkeypatch.setattr("gpustasis.agent.work.ANSWER_S", 3.0)
     asked, ask, goes_on = list[int](), driver.get_state, threading.Event()
 
     def answer(pid: int) -> ProcessState:
@@ -273,10 +272,10 @@ def test_who_is_stopped_is_not_asked(
     os.kill(job.pid, signal.SIGSTOP)
     try:
         job.await_stopped()
-        operation, before = at_work(job, images), threading.active_count()
+        operation, before = at_work(job, images), set(threading.enumerate())
         begin = time.monotonic()
         Work(operation, CONFIG, None)._note_running(job.pid)
-        assert time.monotonic() - begin < 5.0 and threading.active_count() == before
+        assert time.monotonic() - begin < 5.0 and set(threading.enumerate()) <= before
         assert operation.running == []
     finally:
         os.kill(job.pid, signal.SIGCONT)

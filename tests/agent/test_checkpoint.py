@@ -176,6 +176,8 @@ def test_one_tree_is_never_dumped_twice_at_once(
     agent = agents("concurrency = 4\n")
     jobs = [gpu_generations(), gpu_generations()]
     emulator.set("delay_ms", "50")
+    # The first one's, so that it is at work however late the second is asked for.
+    emulator.add_fault("checkpoint", "delay", delay_ms=6000, pid=jobs[0].pid)
     with agent.client() as client:
         asked = [
             client.checkpoint(pid=jobs[number % 2].pid, wait=False)["id"] for number in range(6)
@@ -272,7 +274,7 @@ def test_the_queue_has_an_end(
     agents: Agents, gpu_generations: Generations, emulator: Emulator
 ) -> None:
     agent, job = agents("queue = 2\n"), gpu_generations()
-    emulator.add_fault("checkpoint", "delay", delay_ms=3000)
+    emulator.add_fault("checkpoint", "delay", delay_ms=6000)
     with agent.client() as client:
         first = client.checkpoint(pid=job.pid, wait=False)["id"]
         agent.wait_for_state(first, "running")

@@ -135,7 +135,10 @@ def test_all_of_the_tree_must_be_the_user_s(agents: Agents, launch: Callable[...
     """A process of nobody's with a child of another user, as a setuid program makes one."""
     code = (
         "import os, time\n"
-        f"if os.fork() == 0: os.setresuid({OTHER}, {OTHER}, {OTHER}); time.sleep(100)\n"
+        "reading, writing = os.pipe()\n"
+        "if os.fork() == 0:\n"
+        f"    os.setresuid({OTHER}, {OTHER}, {OTHER}); os.write(writing, b'x'); time.sleep(100)\n"
+        "os.read(reading, 1)\n"  # before that the child is root's
         f"os.setresgid({NOBODY}, {NOBODY}, {NOBODY}); os.setresuid({NOBODY}, {NOBODY}, {NOBODY})\n"
         "print('ready', flush=True); time.sleep(100)"
     )

@@ -28,6 +28,10 @@ Agents = Callable[..., Agent]
 Generations = Callable[..., Job]
 RAM = 'tier = "ram"\n'
 SLOW = RAM + 'drain_rate = "256K"\n'  # the jobs here have 8 MiB that are not zero
+# An agent that stops drains for 80 s at most, which a busy machine may come to with SLOW.
+STEADY = RAM + 'drain_rate = "1M"\n'
+# A drain has the lowest priority, and its rate limit makes up for no time that it did not get.
+DRAINED_S = 200.0
 TARGET = """
 [[target]]
 name = "train"
@@ -46,8 +50,7 @@ def tier_said(agent: Agent, id: str) -> str:
 
 
 def await_durable(agent: Agent, id: str) -> None:
-    # A drain has the lowest priority, and its rate limit makes up for no time that it did not get.
-    agent.wait_for(lambda: tier_said(agent, id) == "durable", timeout_s=200)
+    agent.wait_for(lambda: tier_said(agent, id) == "durable", timeout_s=DRAINED_S)
 
 
 def checkpoint(agent: Agent, **options: Any) -> dict[str, Any]:
@@ -120,7 +123,7 @@ def test_an_agent_that_stops_has_drained(
     agents: Agents, gpu_generations: Generations, arena: Path
 ) -> None:
     """The host may be about to lose its memory."""
-    agent, job = agents(SLOW, config=keys(arena)), gpu_generations()
+    agent, job = agents(STEADY, config=keys(arena)), gpu_generations()
     found = checkpoint(agent, pid=job.pid)
     assert tier_of(Path(found["place"])) == Tier.LOCAL
     assert agent.stop() == 0
@@ -152,7 +155,7 @@ def test_what_a_killed_agent_has_left_in_memory_is_drained_by_the_next(
     agent.start()
     found = agent.wait_for_state(id, "done")
     place = Path(found["place"])
-    agent.wait_for(lambda: not is_there(place / ARENA_MARKER))
+    agent.wait_for(lambda: not is_there(place / ARENA_MARKER), timeout_s=DRAINED_S)
     require_whole_on_disk(place)
     assert not in_dump or "the checkpoint is whole" in found["note"]
     agent.wait_for(lambda: agent.metric("gpustasis_agent_local") == 0)
@@ -178,5 +181,5 @@ def test_a_drain_that_fails_is_tried_again(
         assert tier_of(place) == Tier.LOCAL and agent.metric("gpustasis_agent_local") == 1
     finally:
         os.close(marker)
-    agent.wait_for(lambda: tier_of(place) == Tier.DURABLE)
+    agent.wait_for(lambda: tier_of(place) == Tier.DURABLE, timeout_s=DRAINED_S)
     require_whole_on_disk(place)

@@ -320,7 +320,7 @@ def await_line(criu: subprocess.Popen[bytes], log: Path, words: str) -> None:
     deadline = time.monotonic() + 30
     while True:
         status = criu.poll()  # first: one that has ended writes no more
-        if words in (log.read_text() if log.exists() else ""):
+        if words in (log.read_text(errors="replace") if log.exists() else ""):
             return
         if status is not None:
             assert status != 0, f"criu has dumped, and {log} has no {words!r}"

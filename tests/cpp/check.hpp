@@ -52,10 +52,10 @@ inline pid_t fork_child() {
     return child;
 }
 
-/// Waits until `condition()` holds, 10 s at most; whether it does.
+/// Waits until `condition()` holds, 30 s at most; whether it does.
 template <class Condition>
 bool comes_true(Condition&& condition) {
-    for (int tick = 0; tick < 10'000; ++tick) {
+    for (int tick = 0; tick < 30'000; ++tick) {
         if (condition())
             return true;
         ::usleep(1000);

@@ -60,6 +60,7 @@ public:
         for (unsigned most = most_readers.load(); most < now;)
             if (most_readers.compare_exchange_weak(most, now))
                 break;
+        static_cast<void>(comes_true([this] { return most_readers >= awaited; }));
         std::this_thread::sleep_for(std::chrono::milliseconds(delay_ms));
         --readers_;
         if (++reads == fail_at)
@@ -70,6 +71,7 @@ public:
     std::atomic<unsigned> reads = 0;
     unsigned fail_at = 0; ///< 0: never
     unsigned delay_ms = 0;
+    unsigned awaited = 0; ///< so many readers at once are waited for, until they have been there
 
 private:
     std::atomic<unsigned> readers_ = 0;
@@ -80,6 +82,7 @@ void chunks_are_read_in_parallel() {
     Watched memory;
     memory.map(4096, Buffer(64 * 4096));
     memory.delay_ms = 2;
+    memory.awaited = 2;
     write_image(dir.fd(), kName, info_of(memory), memory, {.threads = 4});
     CHECK(memory.most_readers >= 2);
     CHECK(memory.most_readers <= 4);

@@ -8,11 +8,13 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 
 import pytest
 
 from gpustasis._core import dirty_backends
+from support.job import ended
 
 PAGE = 4096
 PAGES = 2000  # written in each round
@@ -33,6 +35,21 @@ while True:
         memory[(round % 4 * {PAGES} + page) * {PAGE}] = round % 256
     round += 1
     time.sleep({ROUND_S})
+"""
+# Writes PAGES other pages for each line that it gets, and says so.
+ASKED = f"""
+import mmap, sys
+memory = mmap.mmap(-1, 4 * {PAGES} * {PAGE}, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+memory.madvise(mmap.MADV_NOHUGEPAGE)
+for page in range(4 * {PAGES}):
+    memory[page * {PAGE}] = 1
+print("ready", flush=True)
+for round in range(4):
+    sys.stdin.readline()
+    for page in range({PAGES}):
+        memory[(round * {PAGES} + page) * {PAGE}] = 2
+    print("written", flush=True)
+sys.stdin.read()
 """
 # A shell that starts tests in the background has them ignore Ctrl-C.
 INTERRUPTIBLE = """
@@ -68,13 +85,59 @@ def test_each_look_is_a_json_object(job: subprocess.Popen[str]) -> None:
     assert len(looks) == 4
     for look in looks:
         assert look["backend"] in ("write-protect", "soft-dirty")
-        assert 0 < look["dirty_bytes"] <= look["tracked_bytes"]
+        assert look["dirty_bytes"] <= look["tracked_bytes"]
         assert look["tracked_bytes"] >= 4 * PAGES * PAGE
     # As often as it sleeps at most; a machine that is busy with other things makes it slower.
-    expected = PAGES * PAGE / ROUND_S
-    assert expected / 4 < last["summary"]["mean_bytes_per_second"] < expected * 1.3
+    assert last["summary"]["mean_bytes_per_second"] < PAGES * PAGE / ROUND_S * 1.3
     assert last["summary"]["looks"] == 4
     assert "checkpoint_interval_s" not in last["summary"]
+
+
+def test_what_is_written_is_seen_and_divided_by_the_time() -> None:
+    with (
+        ended(python(ASKED)) as job,
+        ended(
+            python(INTERRUPTIBLE, "watch", str(job_pid(job)), "--json", "--interval", "0.2")
+        ) as watching,
+    ):
+        assert job.stdin is not None and job.stdout is not None and watching.stdout is not None
+        looks = [json.loads(watching.stdout.readline())["look"]]
+        for number in range(1, 5):
+            job.stdin.write(b"\n")
+            job.stdin.flush()
+            assert job.stdout.readline() == b"written\n"
+            deadline = time.monotonic() + 60
+            while seen(looks) < number * PAGES * PAGE:
+                assert time.monotonic() < deadline, looks
+                looks.append(json.loads(watching.stdout.readline())["look"])
+        watching.send_signal(signal.SIGINT)
+        *more, last = map(json.loads, watching.communicate(timeout=60)[0].splitlines())
+        looks += [each["look"] for each in more]
+    summary = last["summary"]
+    assert summary["looks"] == len(looks)
+    assert seen(looks) < 4 * PAGES * PAGE * 1.3  # what Python writes for itself
+    assert summary["seconds"] == pytest.approx(sum(look["seconds"] for look in looks), abs=1e-3)
+    rate = seen(looks) / summary["seconds"]
+    assert summary["mean_bytes_per_second"] == pytest.approx(rate, rel=1e-3)
+    for look in looks:
+        rate = look["dirty_bytes"] / look["seconds"]
+        assert look["bytes_per_second"] == pytest.approx(rate, rel=1e-3, abs=1)
+
+
+def python(source: str, *words: str) -> subprocess.Popen[bytes]:
+    argv = [sys.executable, "-c", source, *words]
+    return subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+
+def job_pid(job: subprocess.Popen[bytes]) -> int:
+    """Once it is ready."""
+    assert job.stdout is not None
+    assert job.stdout.readline() == b"ready\n"
+    return job.pid
+
+
+def seen(looks: list[dict[str, int]]) -> int:
+    return sum(look["dirty_bytes"] for look in looks)
 
 
 def test_the_table_says_what_it_sees(job: subprocess.Popen[str]) -> None:

@@ -123,11 +123,14 @@ def test_streams_share_the_link_of_their_gpu_and_gpus_do_not(
 def test_events_and_streams_wait_for_copies(
     callers: Callable[..., Caller], jobs: Callable[..., Job], gpus: Emulator
 ) -> None:
-    job = jobs(8)
+    job, slow = jobs(8), jobs(50)
     caller = callers()
     gpus.set("direct_d2h_ms_per_gib", "200000")  # 3.1 s for 16 MiB
     operation = bring(caller, job.pid, CHECKPOINTING)
     fastest_ms(3050, 6000, partial(check_events, caller, operation))
+    assert caller("complete", operation) == (SUCCESS,)
+    gpus.set("direct_d2h_ms_per_gib", "3600000")  # 6 minutes for 100 MiB: it is under way for sure
+    assert caller("pending", bring(caller, slow.pid, CHECKPOINTING)) == (SUCCESS,)
 
 
 def check_events(caller: Caller, operation: int) -> tuple[int, ...]:

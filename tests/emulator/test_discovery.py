@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +16,16 @@ from support.job import Job
 Call = Callable[..., tuple[int, int]]
 PROGRAMS = Path(__file__).resolve().parent / "programs"
 NOBODY = 65534
+TIMEOUT_S = 30.0
+
+
+def await_text(path: Path, pattern: str) -> str:
+    """What is in the file, once it begins so."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while re.match(pattern, text := path.read_text()) is None:
+        assert time.monotonic() < deadline, text
+        time.sleep(0.001)
+    return text
 
 
 def thread_names(pid: int) -> dict[int, str]:
@@ -28,6 +39,8 @@ def test_restore_thread_has_the_name_of_its_pipes(
     job = vectors()
     code, tid = caller("tid", job.pid)
     assert code == 0
+    # The thread that waits for events is the third, and gives itself its name when it runs.
+    await_text(Path(f"/proc/{job.pid}/task/{sorted(thread_names(job.pid))[2]}/comm"), "cuda-Evt")
     names = thread_names(job.pid)
     matching = [one for one, name in names.items() if re.fullmatch("cuda[0-9a-f]{11}", name)]
     assert matching == [tid]
@@ -50,8 +63,9 @@ def test_restore_thread_has_the_name_of_its_pipes(
 def test_restore_thread_waits_in_poll(vectors: Callable[..., Job], caller: Call) -> None:
     job = vectors()
     _, tid = caller("tid", job.pid)
-    number, *arguments = Path(f"/proc/{job.pid}/task/{tid}/syscall").read_text().split()
-    assert int(number) == 7  # poll
+    # Its name is there before it waits.
+    text = await_text(Path(f"/proc/{job.pid}/task/{tid}/syscall"), "7 ")  # poll
+    _, *arguments = text.split()
     assert int(arguments[1], 16) == 3
     assert int(arguments[2], 16) & 0xFFFFFFFF == 0xFFFFFFFF
 
@@ -92,6 +106,7 @@ def test_forked_child_has_no_driver(
 ) -> None:
     job = launch_cuda([compile_cuda(PROGRAMS / "fork_child.c")])
     job.wait_for("ready")
+    job.wait_for("child ")  # whichever of the two comes first
     match = re.search(r"child (\d+) (\d+) (\d+) (\d+)", job.output())
     assert match is not None
     child, *codes = map(int, match.groups())

@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+import os
+import select
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -39,14 +42,45 @@ def words(call: str) -> list[str]:
 
 
 def await_caller(pid: int) -> None:
-    """Until checkpoint_call runs and has the driver; what is left is the call."""
+    """Until checkpoint_call has asked, and waits for the answer: nothing else of it is a poll."""
     deadline = time.monotonic() + TIMEOUT_S
-    process = Path(f"/proc/{pid}")
-    while (process / "comm").read_text() != "checkpoint_call\n" or (
-        "/libcuda.so.1" not in (process / "maps").read_text()
-    ):
-        assert time.monotonic() < deadline, "it does not start"
+    while Path(f"/proc/{pid}/syscall").read_text().split()[0] != "7":  # poll
+        assert time.monotonic() < deadline, "it does not ask"
         time.sleep(0.001)
+
+
+def await_answer(pid: int, tid: int) -> None:
+    """Until an answer of the target lies there that nobody has taken."""
+    name = Path(f"/proc/{pid}/task/{tid}/comm").read_text()
+    replies = int(name[4:], 16) & 0x3FFFFF
+    pipe = os.open(f"/proc/{pid}/fd/{replies}", os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        assert select.select([pipe], [], [], TIMEOUT_S)[0], "it does not answer"
+    finally:
+        os.close(pipe)
+
+
+@contextmanager
+def held(job: Job) -> Iterator[None]:
+    """It answers nobody meanwhile."""
+    job.signal(signal.SIGSTOP)
+    job.await_stopped()
+    try:
+        yield
+    finally:
+        job.signal(signal.SIGCONT)
+
+
+def ask_and_die(argv: list[str], environ: dict[str, str], job: Job, emulator: Emulator) -> None:
+    """A caller that cannot take its answer, and dies once the target does what it has asked for."""
+    with ended(subprocess.Popen(argv, env=environ, stdout=subprocess.PIPE)) as dying:
+        with held(job):
+            await_caller(dying.pid)
+            dying.send_signal(signal.SIGSTOP)
+            seen = os.waitid(os.P_PID, dying.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+            assert seen is not None and seen.si_code == os.CLD_STOPPED
+        await_hit(emulator)
+        dying.kill()
 
 
 @pytest.mark.parametrize("call", CYCLE)
@@ -139,7 +173,7 @@ def test_hang_ends_only_with_the_process(
         time.sleep(0.5)
         assert hanging.poll() is None, "another caller has ended it"
         job.signal(signal.SIGKILL)
-        out, _ = hanging.communicate(timeout=10)
+        out, _ = hanging.communicate(timeout=TIMEOUT_S)
         assert int(out.split()[0]) == OPERATING_SYSTEM
 
 
@@ -151,12 +185,10 @@ def test_dead_callers_reply_is_not_taken_for_ones_own(
     emulator_environ: dict[str, str],
 ) -> None:
     job = vectors()
-    emulator.add_fault("lock", "delay", delay_ms=5000)
-    argv = [str(checkpoint_call), "lock", str(job.pid)]
-    with subprocess.Popen(argv, env=emulator_environ, stdout=subprocess.PIPE) as dying:
-        await_hit(emulator)
-        dying.kill()
-    time.sleep(8)  # the target has locked, and answered nobody
+    _, tid = caller("tid", job.pid)
+    emulator.add_fault("lock", "delay", delay_ms=2000)
+    ask_and_die([str(checkpoint_call), "lock", str(job.pid)], emulator_environ, job, emulator)
+    await_answer(job.pid, tid)  # the target has locked, and answered nobody
     assert caller("checkpoint", job.pid)[0] == SUCCESS
     assert caller("state", job.pid) == (SUCCESS, CHECKPOINTED)
 
@@ -169,17 +201,23 @@ def test_caller_killed_while_it_waits_for_the_lock_leaves_the_target_running(
     emulator: Emulator,
     emulator_environ: dict[str, str],
 ) -> None:
-    emulator.set("lock_drain_ms", "5000")
+    emulator.set("lock_drain_ms", "1000")
     job = vectors()
-    emulator.add_fault("lock", "delay", delay_ms=1)  # it is met when the target has been asked
-    argv = [str(checkpoint_call), "lock", str(job.pid)]
-    with subprocess.Popen(argv, env=emulator_environ, stdout=subprocess.PIPE) as dying:
-        await_hit(emulator)
-        time.sleep(0.2)
-        dying.kill()
-    begin = time.monotonic()
-    assert caller("state", job.pid) == (SUCCESS, RUNNING)
-    assert time.monotonic() - begin > 0.3, "it was answered while the GPU still worked"
+
+    def ask(call: str) -> subprocess.Popen[bytes]:
+        argv = [str(checkpoint_call), call, str(job.pid)]
+        return subprocess.Popen(argv, env=emulator_environ, stdout=subprocess.PIPE)
+
+    with held(job):  # the next one has asked before the GPU's work is done
+        with ended(ask("lock")) as dying:
+            await_caller(dying.pid)
+        asking = ask("state")
+        await_caller(asking.pid)
+        begin = time.monotonic()
+    with ended(asking):
+        out, _ = asking.communicate(timeout=TIMEOUT_S)
+    assert out.split() == [b"0", b"0"], "SUCCESS, RUNNING"
+    assert time.monotonic() - begin >= 1, "it was answered while the GPU still worked"
     rounds = job.output().count("ok")
     job.wait_for("ok", count=rounds + 2)
 
@@ -193,12 +231,10 @@ def test_desynchronised_driver_hands_out_old_replies(
 ) -> None:
     emulator.set("desync", "1")
     job = vectors()
-    emulator.add_fault("checkpoint", "delay", delay_ms=5000)
-    argv = [str(checkpoint_call), "checkpoint", str(job.pid)]
-    with subprocess.Popen(argv, env=emulator_environ, stdout=subprocess.PIPE) as dying:
-        await_hit(emulator)
-        dying.kill()
-    time.sleep(8)
+    _, tid = caller("tid", job.pid)
+    emulator.add_fault("checkpoint", "delay", delay_ms=2000)
+    ask_and_die([str(checkpoint_call), "checkpoint", str(job.pid)], emulator_environ, job, emulator)
+    await_answer(job.pid, tid)
     assert caller("lock", job.pid)[0] == 401  # the dead caller's: it was not locked
 
 

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from gpustasis.emulator import Emulator, api_version_of
-from support.job import Job
+from support.faults import await_hit
+from support.job import Job, ended
 
 Call = Callable[..., tuple[int, int]]
 PROGRAMS = Path(__file__).resolve().parent / "programs"
@@ -47,13 +48,28 @@ def test_kernels_go_on_after_checkpoints(
 
 
 def test_lock_waits_for_what_was_launched(
-    launch_cuda: Callable[..., Job], compile_cuda: Callable[..., Path], kernels: Path, caller: Call
+    launch_cuda: Callable[..., Job],
+    compile_cuda: Callable[..., Path],
+    kernels: Path,
+    caller: Call,
+    checkpoint_call: Path,
+    emulator: Emulator,
+    emulator_environ: dict[str, str],
 ) -> None:
-    job = launch_cuda([compile_cuda(PROGRAMS / "launch_one.c"), kernels, "sleep_ms", "5000"])
-    job.wait_for("launched")
-    assert caller("lock", job.pid, 100)[0] == 600
-    assert caller("state", job.pid) == (0, 0)
-    assert caller("lock", job.pid, 30000)[0] == 0
+    program = compile_cuda(PROGRAMS / "launch_one.c")
+    with ended(subprocess.Popen(["/bin/sleep", "600"])) as end_of_kernel:
+        job = launch_cuda([program, kernels, "while_there_is", str(end_of_kernel.pid)])
+        job.wait_for("launched")
+        assert caller("lock", job.pid, 100)[0] == 600
+        assert caller("state", job.pid) == (0, 0)
+        emulator.add_fault("lock", "delay", delay_ms=1)  # by which it is seen that it was asked
+        argv = [str(checkpoint_call), "lock", str(job.pid), "30000"]
+        with ended(subprocess.Popen(argv, env=emulator_environ, stdout=subprocess.PIPE)) as locking:
+            await_hit(emulator)
+            assert locking.poll() is None
+            end_of_kernel.kill()
+            end_of_kernel.wait()
+            assert locking.communicate(timeout=60)[0] == b"0 0\n"
     assert caller("checkpoint", job.pid)[0] == 0
     assert caller("restore", job.pid, "init")[0] == 0
     assert caller("unlock", job.pid)[0] == 0

@@ -109,9 +109,11 @@ def test_what_we_set_ourselves_cannot_follow_the_dashes(
         gpustasis.restore(tmp_path, criu=own, criu_args=[word, "y"])
 
 
+# Between dump and restore its port is nobody's: at the usual address another test may be given it.
+ADDRESS = "127.0.0.86"
 LISTENER = """
 import fcntl, socket, sys, time
-server = socket.create_server(("127.0.0.1", 0)); held = open(sys.argv[1], "w")
+server = socket.create_server((sys.argv[2], 0)); held = open(sys.argv[1], "w")
 fcntl.flock(held, fcntl.LOCK_EX)
 print(server.getsockname()[1], flush=True)
 peer, _ = server.accept()
@@ -137,10 +139,10 @@ def cannot_dump_sockets(criu: Criu) -> bool:
 def test_connections_and_locks_are_kept_where_asked(
     criu: Criu, own: str, launch: Callable[..., Job], tmp_path: Path
 ) -> None:
-    job = launch([sys.executable, "-c", LISTENER, str(tmp_path / "lock")])
+    job = launch([sys.executable, "-c", LISTENER, str(tmp_path / "lock"), ADDRESS])
     job.wait_for("\n")
     port = int(job.output().split()[0])
-    with socket.create_connection(("127.0.0.1", port), timeout=30) as client:
+    with socket.create_connection((ADDRESS, port), timeout=30) as client:
         job.wait_for("accepted\n")
         with pytest.raises(gpustasis.CriuError, match=r"tcp|lock"):
             gpustasis.checkpoint(job.pid, tmp_path / "a", criu=own)

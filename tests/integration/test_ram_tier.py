@@ -46,6 +46,7 @@ def test_a_job_runs_on_is_drained_and_comes_back(rig: Rig, arena: Path) -> None:
 
         restore(rig, job, images)
         job.end()
+        rig.settle(stored)  # what a worker that is about to end holds is not given back
         done = drain(images)
         assert done.images == 2
         assert done.image_bytes < done.memory_bytes
@@ -100,6 +101,7 @@ def test_a_chain_of_local_checkpoints_is_drained_from_its_last(
         job.run_on()
         last = dump(rig, job, **small, parent=str(chain[-1]))
         job.wait()
+        rig.settle(stored_directory(last))
         assert len(look_into(arena).kept) == 4
 
         drain(chain[0])
@@ -142,6 +144,7 @@ def test_what_drained_files_have_is_written_into_again(newest_rig: Rig, arena: P
     rig = newest_rig
     with rig.job(mib=16) as job:
         images = dump(rig, job, "--leave-running", **ram(arena))
+        rig.settle(stored_directory(images))
         size = sum(path.stat().st_size for path in stored_directory(images).iterdir())
         drain(images)
         pool = list((arena / "pool").iterdir())
@@ -153,6 +156,7 @@ def test_what_drained_files_have_is_written_into_again(newest_rig: Rig, arena: P
             stored = next(stored_directory(images).glob("gpustasis-[0-9]*.img"))
             assert stored.stat().st_ino in inodes
             assert not verify_directory(images).problems
+            rig.settle(stored.parent)
             drain(images)
         images = dump(rig, job, **ram(arena))
         job.wait()
@@ -346,14 +350,14 @@ def test_what_the_commands_say(newest_rig: Rig, arena: Path) -> None:
         made = run("checkpoint", str(job.pid), "-D", store / "two", "-R", *waits, *criu)
         assert made["state"] == "durable"
         run("checkpoint", str(job.pid), "-D", store / "three", "-R", *criu)
+        rig.settle(stored_directory(store / "three"))
         assert run("arena", "discard", store / "three")["directory"] == str(store / "three")
         assert look_into(arena).kept == []
         assert run("arena", "clean", "--arena", arena)["freed"] == []
         refused = run("checkpoint", str(job.pid), "-o", store / "stream", status=20)
         assert "not for a stream" in refused["error"]["message"]
-        made = run(
-            "checkpoint", str(job.pid), "-D", store / "four", "-R", "--tier", "disk", *waits, *criu
-        )
+        on_disk = ("-R", "--tier", "disk", *waits, *criu)
+        made = run("checkpoint", str(job.pid), "-D", store / "four", *on_disk)
         assert made["state"] == "durable"
         assert run("wait", store / "four")["state"] == "durable"
         job.run_on()

@@ -210,6 +210,7 @@ def test_a_restore_in_the_foreground_does_not_hold_the_arena(newest_rig: Rig, ar
         )
         try:
             await_log(images, "Restore finished successfully")
+            rig.settle(stored)  # its worker ends at about this time
             drain(images)
             assert not stored.exists()
             assert criu.poll() is None, "criu is not in the foreground"

@@ -17,7 +17,7 @@ from gpustasis.criu.find import Criu
 from gpustasis.draining.recycle import look_into
 from gpustasis.driver import ProcessState
 from support.arena import dump, ram
-from support.direct_memory import DRIVER, await_state, slow_copies
+from support.direct_memory import DRIVER, await_state, slow_copies, slow_down
 from support.memory_limit import inside, limited_cgroup, set_limit
 
 MIB = 1 << 20
@@ -104,6 +104,7 @@ def test_memory_becomes_short_while_what_was_reserved_is_written(
         limited_cgroup(2048 * MIB) as cgroup,
     ):
         rig.emulator.set("direct_h2d_ms_per_gib", "0")
+        slow_down(rig, "d2h", 0.05)  # it is looked at after 5 s, and the limit set before
         images = rig.images()
         words = inside(cgroup, rig.dump_words(job, images, ["--leave-running"]))
         criu = rig.start(words, ram(arena, gpu_memory="direct"))

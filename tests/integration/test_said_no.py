@@ -5,7 +5,7 @@ a rank does. What is in memory goes: test_ram_tier.py."""
 
 from __future__ import annotations
 
-import socket
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -71,14 +71,15 @@ def test_pages_of_an_earlier_dump_are_not_taken_for_those_of_a_page_server(rig: 
     with rig.job(mib=4) as job:
         images, sent = rig.images(), rig.images()
         assert rig.dump(job, images, "--leave-running").status == 0
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = str(free.getsockname()[1])
-        at = ["--address", "127.0.0.1", "--port", port]
+        at = ["--address", "127.0.0.1"]
         serves = [*rig.criu.command(rig.environ), "page-server", "-D", str(sent), *at]
         log = log_path(sent, "server")
         server = rig.start([*serves, "-v4", "-o", str(log)])
-        await_line(server, log, "Starting page server")
-        to_it = ["--leave-running", "--page-server", *at]
+        # That it starts is said before it listens, at a port that the system gives it.
+        await_line(server, log, "Running status-ready scripts")
+        port = re.search(r"Using (\d+) port\n", log.read_text())
+        assert port is not None
+        to_it = ["--leave-running", "--page-server", *at, "--port", port[1]]
         dumped = rig.dump(job, images, *to_it, *says_no(rig, "exit 1"))
         assert dumped.status != 0
         job.run_on()

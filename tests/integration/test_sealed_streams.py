@@ -128,9 +128,9 @@ def test_a_key_command_that_takes_longer_than_a_stream_may_stand_still(
 ) -> None:
     """There is more to come than fits on the way."""
     tally, fault = Tally(), Fault()
-    opens = f"sleep 12; exec openssl cms -decrypt -inform DER -inkey {shlex.quote(str(me.key))}"
+    opens = f"sleep 20; exec openssl cms -decrypt -inform DER -inkey {shlex.quote(str(me.key))}"
     command = ("--key-command", shlex.join(("sh", "-c", opens)))
-    slow = ("--stall-timeout", "5")
+    slow = ("--stall-timeout", "10")
     found = streams.send(newest_rig, elsewhere, fault, slow, pair=me, opens=command, mib=32)
     assert found.forward > 8 << 20
     streams.judge(newest_rig, elsewhere, fault, found, tally)

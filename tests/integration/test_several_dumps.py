@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from campaigns import repetition
-from campaigns.rig import Rig, log_path
-from campaigns.steady_job import SteadyJob
+from campaigns.rig import Rig, await_line, log_path
+from campaigns.steady_job import SteadyJob, process_state
 from gpustasis._core import find_checkpoint_record
 from gpustasis.driver import Driver, ProcessState
 from gpustasis.dump_records import alone_with
@@ -34,12 +34,22 @@ WAIT_S = 20.0
 ASKED = {"found_locked": "dump"}
 
 
+def stop(*pids: int) -> None:
+    """Until each of their threads stands: one that has not heard of it yet works on."""
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    deadline = time.monotonic() + WAIT_S
+    tasks = [Path(f"/proc/{pid}/task") for pid in pids]
+    while any(process_state(int(tid)) != "T" for each in tasks for tid in os.listdir(each)):
+        assert time.monotonic() < deadline, f"{pids} do not stop"
+        time.sleep(0.01)
+
+
 def kill_with_worker(criu: subprocess.Popen[bytes], images: Path) -> None:
     """A dump that is left as it is: the worker is stopped first, since criu would start another
     one, and the worker would undo it."""
     workers = find_users(images, WORKER_COMM, GUARDIAN_COMM)
-    for pid in workers:
-        os.kill(pid, signal.SIGSTOP)
+    stop(*workers)
     criu.kill()
     criu.wait(60)
     for pid in workers:
@@ -71,11 +81,7 @@ def test_a_second_dump_of_one_job_is_refused_while_the_first_is_at_work(
         first = newest_rig.images()
         words = newest_rig.dump_words(job, first, ["--leave-running"])
         criu = newest_rig.start(words, {"lock_timeout_ms": 60000})
-        log = log_path(first, "dump")
-        deadline = time.monotonic() + WAIT_S
-        while not log.exists() or "backend: " not in log.read_text():
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        await_line(criu, log_path(first, "dump"), "backend: ")
         await_hit(newest_rig.emulator)
         second = newest_rig.images()
         dumped = newest_rig.dump(job, second, config=ASKED)
@@ -283,18 +289,15 @@ def test_a_job_that_is_restored_by_another_during_the_dump_is_refused(
     monkeypatch.setenv("GPUSTASIS_EMULATOR", newest_rig.environ["GPUSTASIS_EMULATOR"])
     driver = driver_of(newest_rig.environ)
     with newest_rig.job(mib=4, children=1) as job:
+        driver.init()
         driver.lock(job.pid, 10_000)
         driver.checkpoint(job.pid)
-        newest_rig.emulator.add_fault("lock", "delay", delay_ms=4000)
+        newest_rig.emulator.add_fault("lock", "delay", delay_ms=10_000)
         images = newest_rig.images()
         words = newest_rig.dump_words(job, images)
         criu = newest_rig.start(words, ASKED | {"lock_timeout_ms": 60_000})
         log = log_path(images, "dump")
-        deadline = time.monotonic() + WAIT_S
-        while not log.exists() or "will be left so" not in log.read_text():
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        driver.init()
+        await_line(criu, log, "will be left so")
         driver.restore(job.pid)
         driver.unlock(job.pid)
         assert criu.wait(60) != 0
@@ -340,7 +343,7 @@ def test_a_job_that_a_killed_restore_left_locked_is_unlocked(
 def test_a_stopped_job_is_refused_with_the_reason(newest_rig: Rig) -> None:
     """The driver cannot reach it; waiting for that would be in vain."""
     with newest_rig.job(mib=4, children=1) as job:
-        os.kill(job.pids[1], signal.SIGSTOP)
+        stop(job.pids[1])
         dumped = newest_rig.dump(job, newest_rig.images())
         assert dumped.status != 0
         assert "the process is stopped" in dumped.log

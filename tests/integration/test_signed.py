@@ -297,7 +297,7 @@ def test_a_key_that_goes_while_the_dump_is_made(
     told, _ = laid_out(layout, me)
     with rig.job(mib=2) as job:
         images = rig.images()
-        rig.emulator.add_fault("checkpoint", "delay", delay_ms=3000)
+        rig.emulator.add_fault("checkpoint", "delay", delay_ms=8000)  # the key goes before
 
         def remove_key() -> None:
             while "the checkpoint is signed by" not in read_log(images):

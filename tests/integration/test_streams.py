@@ -284,7 +284,8 @@ def nobody(
     that is sent the signal once the tasks stand."""
 
     def send(job: SteadyJob, number: int, **options: object) -> int:
-        words = ["checkpoint", str(job.pid), "-o", "-", "--one-way", "--stall-timeout", "5"]
+        stall = "5" if number == signal.SIGTSTP else "60"  # the signal comes before
+        words = ["checkpoint", str(job.pid), "-o", "-", "--one-way", "--stall-timeout", stall]
         near, far = socket.socketpair()
         with near, far:
             sender = subprocess.Popen(

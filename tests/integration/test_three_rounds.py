@@ -31,7 +31,9 @@ def step_numbers(job: SteadyJob) -> dict[int, list[int]]:
     """The numbers of the steps that each process has said to be right, in the order it did so."""
     job.steps()  # fails if it has said anything else
     found: dict[int, list[int]] = {pid: [] for pid in job.pids}
-    for line in job.output().splitlines():
+    for line in job.output().splitlines(keepends=True):
+        if not line.endswith("\n"):
+            continue  # on its way into the file
         pid, word, *rest = line.split()
         if word == "step":
             found[int(pid)].append(int(rest[0]))

@@ -190,6 +190,7 @@ def test_a_copy_that_breaks_off_aborts_the_epoch_and_nothing_of_it_stays(
     begun = threading.Event()
 
     def cut() -> None:
+        job.wait(lambda: of_rank(server.copies, 0))  # or its handshake fails, in other words
         proxy.cut()
         begun.set()
 
@@ -287,12 +288,14 @@ def kill_between_epochs(job: PeerJob) -> None:
     def is_settled() -> bool:
         keeper = job.keepers[0]
         assert keeper is not None
+        # Not in the middle of an epoch: it would get on only between one look and the next.
+        before = job.log(0).count(": committed")
+        job.wait(lambda: job.log(0).count(": committed") > before)
         keeper.send_signal(signal.SIGSTOP)
         shown = check_document(job.job("list", "--json").stdout, "job list")["epochs"][-1]
         if (shown["state"], shown["settled"]) == ("committed", WORLD):
             return True
         keeper.send_signal(signal.SIGCONT)
-        time.sleep(0.3)  # it gets on
         return False
 
     job.wait(is_settled)

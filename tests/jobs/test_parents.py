@@ -9,6 +9,7 @@ import re
 import shutil
 import signal
 import socket
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -60,7 +61,14 @@ def whole(ring: Ring) -> list[int]:  # noqa: F811
 def kill_between_epochs(ring: Ring) -> None:  # noqa: F811
     """Whoever has the clock stands while it is looked at, and begins none."""
 
+    def ends() -> int:
+        return len(re.findall(r"epoch [0-9]+: (?:committed|aborted)", ring.log_whole(0)))
+
     def is_settled() -> bool:
+        # Not in the middle of an epoch: it would get on only between one look and the next.
+        before = ends()
+        ring.wait(lambda: ends() > before)
+        time.sleep(0.3)  # what is older goes
         ring.signal(0, signal.SIGSTOP)
         shown = check_document(ring.job("list", "--json").stdout, "job list")["epochs"][-1]
         if shown["state"] in ("committed", "aborted") and shown["settled"] == WORLD:
@@ -244,7 +252,9 @@ def test_where_it_is_not_known_what_a_kept_dump_is_built_on_nothing_is_pruned(
 
 def touch(context: Context, _: DumpRecord) -> None:
     inventory = context.place.images(NUMBER) / "inventory.img"
-    inventory.write_bytes(inventory.read_bytes())  # the same, anew
+    data, made = inventory.read_bytes(), inventory.stat().st_ctime_ns
+    while inventory.stat().st_ctime_ns == made:  # the clock of a file system goes in ticks
+        inventory.write_bytes(data)  # the same, anew
 
 
 def prune_it(context: Context, _: DumpRecord) -> None:

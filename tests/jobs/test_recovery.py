@@ -335,7 +335,7 @@ def look_at(ring: Ring, epoch: int) -> None:  # noqa: F811
 
 def test_a_keeper_that_is_only_cut_off_is_not_restored_elsewhere(ring: Ring) -> None:  # noqa: F811
     """It stands still and its rank runs: the job waits, until it has stopped the rank itself."""
-    begun(ring, "--restarts", "2", steps=STEPS)
+    begun(ring, "--restarts", "2", steps=2 * STEPS)  # it runs until the keeper is missed
     ring.signal(2, signal.SIGSTOP)
     pid = ring.program_of(2)
     ring.wait(lambda: "rank 2 was on " in ring.log(0))
@@ -347,9 +347,9 @@ def test_a_keeper_that_is_only_cut_off_is_not_restored_elsewhere(ring: Ring) -> 
     assert Path(f"/proc/{pid}").exists()
     assert shown(ring)["recoveries"] == []
     other = ring.keepers_elsewhere.pop()
+    said = len(ring.log_whole(0))  # before its lease can have ended: it is said once
     other.kill()
     other.wait()
-    said = len(ring.log_whole(0))
     ring.wait(lambda: "where no keeper says" in ring.log_whole(0)[said:])
     ring.signal(2, signal.SIGCONT)
     assert ring.ends() == [0] * WORLD, ring.logs()

@@ -314,6 +314,8 @@ def test_a_rank_that_is_not_there_leaves_all_as_they_were(
     world, store = 3, new_store()
     coupled = Coupled(tmp_path, world)
     coupled.skips = 1
+    begun = coupled.seats[0].calls()
+    wait_for(lambda: coupled.seats[0].calls() > begun + 1, "rank 1's last call")
     number = epochs.begin(store, KEYS, Plan(world=world, leave_running=True))
     asked = councils(new_store, world, number)
 

@@ -143,8 +143,9 @@ def test_the_session_of_a_later_process_is_left_alone(family: tuple[int, int, in
     root, start, child = family
     code = f"from gpustasis.jobs.stopping import stop; stop({root}, {start - 1})"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
-    assert state_of(root) == "S"
-    assert state_of(child) == "S"
+    # They live, and sleep as soon as they have had a processor.
+    wait_for(lambda: state_of(root) == "S", "the root, which reads")
+    wait_for(lambda: state_of(child) == "S", "the child, which sleeps")
 
 
 def test_no_root_is_no_session() -> None:

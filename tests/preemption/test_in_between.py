@@ -8,6 +8,7 @@ import shlex
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -30,8 +31,9 @@ def is_in_order(wrote: list[str], rounds: int) -> bool:
 def kill_job(run: Supervised) -> None:
     root = run.root()
     (second,) = map(int, children(root))
-    for pid in (second, root):
-        os.kill(pid, signal.SIGKILL)
+    os.kill(root, signal.SIGKILL)  # first: of a connection that has ended it would write a sum
+    with suppress(ProcessLookupError):  # it ends with the connection
+        os.kill(second, signal.SIGKILL)
     assert run.wait() == 128 + signal.SIGKILL, run.said()
     end_session(second)  # it may have come to the test
 
@@ -68,7 +70,8 @@ def test_a_job_that_is_killed_goes_on_from_the_last_one_in_between(
 def test_told_to_end_while_one_is_at_work(
     supervise: Supervise, slow_criu: Callable[[float, float], Path], tmp_path: Path
 ) -> None:
-    words = ("--criu", slow_criu(1, 0), "--interval", "1s", PAIR, 100_000, 8, 0.02)
+    # The next one is due so late that it is told to end before that, on a busy machine as well.
+    words = ("--criu", slow_criu(1, 0), "--interval", "5s", PAIR, 100_000, 8, 0.02)
     run = supervise(*words)
     run.wait_for("jit-000001: it is due")
     run.tell_to_end()

@@ -299,6 +299,8 @@ def test_what_left_the_tree_stops_the_dump(supervise: Supervise) -> None:
     run = supervise("sh", "-c", "(sleep 611 & echo $!); echo ready; sleep 612")
     run.wait_for("ready")
     stray = int(run.wrote()[0])
+    while Path(f"/proc/{stray}/comm").read_text() != "sleep\n":  # it is the shell's copy before
+        time.sleep(0.02)
     run.tell_to_end()
     assert run.wait() == 128 + signal.SIGTERM
     assert f"process {stray} (sleep) of the job is no longer below its root" in run.said()

@@ -7,6 +7,7 @@
 #include <dlfcn.h>
 #include <poll.h>
 #include <pthread.h>
+#include <semaphore.h>
 #include <stdio.h>
 #include <string.h>
 #include <sys/prctl.h>
@@ -15,9 +16,11 @@
 enum { kRead = 8, kWrite = 9, kStepMs = 10 };
 
 static char name[32];
+static sem_t named;
 
 static void* wait_forever(void* unused) {
     prctl(PR_SET_NAME, name, 0, 0, 0);
+    sem_post(&named);
     for (;;)
         poll(NULL, 0, -1);
     return unused;
@@ -33,9 +36,12 @@ int main(int argc, char** argv) {
     else
         snprintf(name, sizeof name, "%.*s%011llx", (int)(file - argv[1]), argv[1],
                  (unsigned long long)kWrite << 22 | kRead);
+    sem_init(&named, 0, 0);
     if (dup2(STDIN_FILENO, kRead) < 0 || dup2(STDIN_FILENO, kWrite) < 0 ||
         pthread_create(&thread, NULL, wait_forever, NULL) != 0)
         return 3;
+    while (sem_wait(&named) != 0) {
+    }
     for (unsigned long step = 0;; ++step) {
         printf("%d step %lu ok\n", (int)getpid(), step);
         fflush(stdout);

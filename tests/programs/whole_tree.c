@@ -313,8 +313,8 @@ static void run(void) {
             write_slots(&areas[i]), set_offsets(&areas[i]);
         write_pipes();
         let_threads(this_round * 2);
-        if (is_wrong("thread-gone"))
-            pthread_join(handle, NULL);
+        while (is_wrong("thread-gone") && count_threads() == threads_wanted)
+            usleep(1000); /* who has returned is listed for a moment still */
         if (threads_wanted == 0)
             threads_wanted = count_threads(); /* the driver's too */
         common->threads[self] = count_threads();

@@ -26,6 +26,7 @@ import pytest
 from gpustasis.peers.copies import Copies
 from gpustasis.recovery import GUARDIAN_COMM, WORKER_COMM
 from gpustasis.runtimes import cri_containers
+from gpustasis.runtimes.instance import wait
 from gpustasis.task import find_users
 from support.checkpoint import Checkpointer
 from support.criu_roots import preferred_criu
@@ -113,10 +114,15 @@ def abandon(emulator_environ: dict[str, str], tmp_path: Path) -> Abandon:
             names = [WORKER_COMM, GUARDIAN_COMM] if with_guardians else [WORKER_COMM]
             workers = find_users(images, *names)
             assert workers, "the plugin has no worker: what is tested here cannot come about"
-            if with_worker:
-                for worker in workers:
-                    os.kill(worker, signal.SIGKILL)
+            if not with_worker:
+                workers.clear()
+            ends = [os.pidfd_open(worker) for worker in workers]
+            for worker in workers:
+                os.kill(worker, signal.SIGKILL)
             os.killpg(criu.pid, signal.SIGKILL)
+        for end in ends:  # killed is not yet ended: until then it has the directory open
+            assert wait(TIMEOUT_S, end), "a worker does not die"
+            os.close(end)
         reached.unlink()
 
     return begin_and_kill

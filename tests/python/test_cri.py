@@ -11,13 +11,14 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
 import pytest
 
 from gpustasis.errors import EngineError
-from gpustasis.runtimes import containerd, cri_containers
+from gpustasis.runtimes import containerd, cri_containers, freezer
 from gpustasis.runtimes.cri import RESUME_TASK, Cri
 from support.cri_server import (
     CONTAINERS,
@@ -130,36 +131,40 @@ def test_a_container_that_was_not_frozen(cri_path: Path, tmp_path: Path, refused
         container = cri_containers.find(cri, TWO)
         if refused == 4:
             with pytest.raises(EngineError, match="Nothing was dumped, and the container runs on"):
-                containerd.checkpoint(cri, container, archive, 20)
+                containerd.checkpoint(cri, container, archive, 80)
         else:
-            containerd.checkpoint(cri, container, archive, 20)
+            containerd.checkpoint(cri, container, archive, 80)
     assert len(asked) == 4
-    assert asked[0] == 20 and asked == sorted(asked, reverse=True) and 10 < asked[-1] < 19
+    assert asked[0] == 80 and asked == sorted(asked, reverse=True) and 40 <= asked[-1] < 79
     assert [one.name for one in tmp_path.iterdir()] == (["a.tar"] if refused == 3 else [])
 
 
 @pytest.mark.parametrize("why", ["no time is left", "it is interrupted"])
 def test_a_container_that_was_not_frozen_is_not_asked_for_again(
-    cri_path: Path, tmp_path: Path, why: str
+    cri_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
     """A dump that is begun and cut off at once would leave it paused."""
     asked: list[int] = []
 
+    def now() -> float:
+        """The answer takes half of the time: by this clock, so that no load has it cut off."""
+        return time.monotonic() + (30 if asked and why == "no time is left" else 0)
+
+    monkeypatch.setattr(freezer, "time", SimpleNamespace(monotonic=now, sleep=time.sleep))
+
     def answer(request: Any, context: Any) -> dict[str, object]:
         asked.append(request.timeout)
-        if why == "no time is left":
-            time.sleep(0.6)  # of two seconds: less than one is left
         context.abort(grpc.StatusCode.UNKNOWN, UNFROZEN)
         return {}
 
     known = inventory("containerd", "v2.1.9", CONTAINERS) | {"CheckpointContainer": answer}
-    seconds, stop = (2, False) if why == "no time is left" else (60, True)
+    stop = why == "it is interrupted"
     with CriServer(cri_path, known), Cri(str(cri_path)) as cri:
         container = cri_containers.find(cri, TWO)
         stops = lambda: stop and bool(asked)  # noqa: E731
         with pytest.raises(EngineError, match="unable to freeze"):
-            containerd.checkpoint(cri, container, tmp_path / "a.tar", seconds, stops)
-    assert asked == [seconds]
+            containerd.checkpoint(cri, container, tmp_path / "a.tar", 60, stops)
+    assert asked == [60]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -194,10 +199,16 @@ def test_an_interrupted_checkpoint_leaves_the_container_running(
 def test_a_container_that_stays_paused(cri_path: Path, tmp_path: Path) -> None:
     runtime = Paused()
     answers = runtime.answers() | {RESUME_TASK: refuse(grpc.StatusCode.UNKNOWN, "no")}
+
+    def stops() -> bool:
+        """Never; and no call is cut off before the runtime has begun with it."""
+        return not runtime.begun.wait(60)
+
     with CriServer(cri_path, answers), Cri(str(cri_path)) as cri:
+        container, archive = cri_containers.find(cri, TWO), tmp_path / "a.tar"
         try:
             with pytest.raises(EngineError) as caught:
-                containerd.checkpoint(cri, cri_containers.find(cri, TWO), tmp_path / "a.tar", 1)
+                containerd.checkpoint(cri, container, archive, 1, stops)
         finally:
             runtime.ended.set()
     assert f"ctr -n k8s.io tasks resume {TWO}" in str(caught.value)

@@ -147,8 +147,8 @@ def test_who_only_looks_gets_what_the_call_raises(
 
     begin = time.monotonic()
     with pytest.raises(type(error)) as caught:
-        answer_within(10, "it", call)
-    assert time.monotonic() - begin < 5
+        answer_within(60, "it", call)
+    assert time.monotonic() - begin < 30
     assert caught.value is error
     assert capfd.readouterr() == ("", "")
 

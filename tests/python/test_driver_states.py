@@ -22,6 +22,7 @@ def test_who_is_held_by_the_driver(
     job = gpu_generations()
     pids = [job.pid, os.getpid()]  # which uses no CUDA
     driver = driver_of(emulator_environ)
+    monkeypatch.setattr(driver_states, "_ANSWER_S", 60)
     assert not_running(driver, pids) == {}
     driver.lock(job.pid, 30_000)
     assert not_running(driver, pids) == {job.pid: "LOCKED"}

@@ -6,7 +6,9 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -113,11 +115,27 @@ def test_other_threads_run_while_an_image_is_verified(tmp_path: Path) -> None:
     memory = [(PAGE, noise(1 << 20) * 64)]
     write_image(tmp_path / "a.img", info_of(memory, chunk_size=65536), memory)
     image = ImageReader.open(tmp_path / "a.img")
-    turns = 0
-    worker = threading.Thread(target=image.verify)
-    worker.start()
-    while worker.is_alive():
-        turns += 1
+    turns, is_verifying = 0, False
+
+    def verify() -> None:
+        nonlocal is_verifying
+        is_verifying = True
+        for _ in range(1000):  # this thread may get no processor while one goes on
+            if turns > 100:
+                break
+            image.verify()
+        is_verifying = False
+
+    worker = threading.Thread(target=verify)
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(3600)  # nobody has to give up the interpreter: whoever does so wants to
+    try:
+        worker.start()
+        while worker.is_alive():
+            turns += is_verifying
+            time.sleep(0)
+    finally:
+        sys.setswitchinterval(before)
     worker.join()
     assert turns > 100
 

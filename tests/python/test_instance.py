@@ -171,7 +171,11 @@ def test_a_runtime_in_another_pid_namespace_hides_its_dumps(path: str) -> None:
 
 def test_a_runtime_of_another_user_hides_its_dumps() -> None:
     with ended(subprocess.Popen(["sleep", "1000"], user=65534)) as made:
-        time.sleep(0.2)
+        # Popen returns within exec, and /proc is root's until that has come further.
+        deadline = time.monotonic() + TIMEOUT_S
+        while Path(f"/proc/{made.pid}").stat().st_uid != 65534:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
         with pytest.raises(EngineError, match="is of user 65534"):
             instance.require_sight(made.pid)
     with ended(subprocess.Popen(["sleep", "1000"])) as made:

@@ -4,19 +4,21 @@ be made to give. With those that they give: tests/kubernetes/test_checkpoint.py,
 
 from __future__ import annotations
 
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from gpustasis.errors import EngineError
+from gpustasis.runtimes import freezer
 from gpustasis.runtimes.kubelet import Access, check, checkpoint, parse_target, read_token
 from support.certificates import Authority
 from support.kubelet_server import Answer, KubeletServer
+from support.ports import hold_port, port_of
 
 ARCHIVE = "/var/lib/kubelet/checkpoints/checkpoint-web_default-app-2026-01-01T00:00:00Z.tar"
 MADE = (200, f'{{"items":["{ARCHIVE}"]}}')
@@ -77,8 +79,19 @@ def test_a_runtime_without_checkpoints(access: Access, serve: Serve) -> None:
 
 
 @pytest.mark.parametrize("refused", [1, 4])
-def test_a_container_that_was_not_frozen(access: Access, serve: Serve, refused: int) -> None:
-    """The words of containerd 2.1 with runc 1.3 on a busy node with cgroup v1."""
+def test_a_container_that_was_not_frozen(
+    access: Access, serve: Serve, refused: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The words of containerd 2.1 with runc 1.3 on a busy node with cgroup v1. Only the pauses take
+    time here: an answer is as late as the machine is busy."""
+    now = 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    clock = SimpleNamespace(monotonic=lambda: now, sleep=sleep)
+    monkeypatch.setattr(freezer, "time", clock)
     fault = (
         'rpc error: code = Unknown desc = checkpointing container "d6f80c1a" failed: OCI runtime '
         "pause failed: unable to freeze"
@@ -230,10 +243,9 @@ def test_answers_that_no_kubelet_gives(
 
 
 def test_nobody_listens(access: Access) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    assert "cannot connect" in error(access, "default/web/app", f"127.0.0.1:{port}")
+    with hold_port() as held:  # nobody else's meanwhile
+        address = f"127.0.0.1:{port_of(held)}"
+        assert "cannot connect" in error(access, "default/web/app", address)
 
 
 def test_no_answer(access: Access, serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:

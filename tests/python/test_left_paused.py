@@ -76,9 +76,9 @@ def test_a_runtime_that_is_back_and_does_not_answer(node: Node) -> None:
     with node.open_in("criu"):
         node.pause()
         node.wait_for_look()
-        node.answers = False
         node.kill()
         node.wait_for("ended")
+        node.answers = False  # not before: of the first one that would be said, too
         node.start()
         node.wait_for("failed")
         node.require_paused(2)
@@ -223,9 +223,9 @@ def test_what_somebody_paused_while_the_runtime_hung_stays_so(
     node.answers = False
     node.wait_for("failed")
     node.pause()
-    time.sleep(5)
+    node.wait_for("kept")  # it has stood still for so long
     node.kill()
-    node.wait_for("kept")
+    node.wait_for("kept", 2)
     node.require_paused(2)
 
 
@@ -305,10 +305,12 @@ def test_a_runtime_in_between_that_never_lists(node: Node) -> None:
     node.listed = False
     node.wait_for_look()
     node.pause()
+    node.hold_at = "ended"  # until the next one is there: else CRI-O's is thawed without it
     node.kill()
     node.wait_for("ended")
     node.answers = False
     node.start()
+    node.hold_at = ""
     node.wait_for("failed")
     node.require_paused(4)  # what it would pause from now on is its own
     node.answers = node.listed = True

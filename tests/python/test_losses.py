@@ -21,7 +21,7 @@ from campaigns.tally import Tally
 
 ROOT, CHILD, OTHER = 0, 1, 2
 TRAP, SEGV, KILL = signal.SIGTRAP, signal.SIGSEGV, signal.SIGKILL
-WAIT_S = 10.0
+WAIT_S = 60.0  # a busy machine takes long to start a program
 SLEEPS = {"35", "230", "270"}  # numbers of system calls on x86-64: whatever sleep() uses
 # In memory of CRIU's name: wait for a signal, again and again.
 _WAITS_IN_BLOB = """

@@ -13,9 +13,9 @@ from gpustasis.errors import DriverError
 
 SOURCE = """
 struct rates { unsigned int gpu, memory; };
-#ifdef SLOW
+#ifdef WAITS
 #include <unistd.h>
-int nvmlInit_v2(void) { sleep(SLOW); return 0; }
+int nvmlInit_v2(void) { while (access(WAITS, F_OK) == 0) usleep(10000); return 0; }
 #else
 int nvmlInit_v2(void) { return 0; }
 #endif
@@ -77,12 +77,15 @@ def test_a_library_without_persistence_mode_is_an_error(tmp_path: Path) -> None:
 def test_what_does_not_answer_is_asked_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place = library(tmp_path, "-DRATES=0", "-DSLOW=5")
+    held = tmp_path / "held"
+    held.touch()
+    place = library(tmp_path, "-DRATES=0", f'-DWAITS="{held}"')  # while that is there
     with monkeypatch.context() as patch:
         patch.setattr(nvml, "ANSWER_S", 0.1)
         for said in ("no answer within 0.1 s", "has not answered yet", "has not answered yet"):
             with pytest.raises(DriverError, match=said):
                 nvml.busiest(place)
+    held.unlink()
     (left,) = nvml._left_behind
     assert left.wait(60)
     assert nvml.busiest(place) == 0.8  # it is back

@@ -189,6 +189,7 @@ def test_who_finds_no_slot_can_ask_again(
 ) -> None:
     """Nothing was refused for good: who owes a neighbour a word tries it later."""
     monkeypatch.setattr(at_work, "MAX_CONNECTIONS", 1)
+    monkeypatch.setattr(wire, "_LINGER_S", 60.0)  # who is refused stays for as long as it likes
     assert nodes.sender.peer is not None
     stranger = nodes.another("stranger")
     with serving(replace(nodes.keeper, allow=frozenset({"sender"}))):

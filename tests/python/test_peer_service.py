@@ -65,7 +65,8 @@ def test_a_directory_that_others_could_read_or_on_a_disk_is_refused(
 ) -> None:
     place = nodes.keeper.directory
     if kind == "disk":
-        place = Path("/var/tmp") / f"{tmp_path.parent.name}-{tmp_path.name}"
+        # Another run on this machine may have the same test's.
+        place = Path("/var/tmp") / f"{os.getpid()}-{tmp_path.parent.name}-{tmp_path.name}"
     place.mkdir(mode=0o700)
     try:
         if kind == "open":

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from gpustasis.process import OUTPUT_LIMIT, run
+from gpustasis.process import OUTPUT_LIMIT, Finished, run
 from support.job_ranks import wait_for
 
 
@@ -75,24 +75,34 @@ def test_stdin_is_empty() -> None:
     assert run(python("import sys; print(repr(sys.stdin.read()))")).output == "''\n"
 
 
-def test_calls_back_while_it_runs() -> None:
+def run_for_two_ticks(go: Path, then: str) -> Finished:
+    """A program that runs until it was called back twice, however late that is."""
     ticks = []
-    run(python("import time; time.sleep(0.5)"), on_tick=lambda: ticks.append(time.monotonic()))
+
+    def tick() -> None:
+        ticks.append(time.monotonic())
+        if len(ticks) == 2:
+            go.touch()
+
+    waits = f"import os, time\nwhile not os.path.exists({str(go)!r}): time.sleep(0.01)\n"
+    ended = run(python(waits + then), on_tick=tick, timeout_s=60)
     assert len(ticks) >= 2
+    return ended
 
 
-def test_without_a_descriptor_the_end_is_seen_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_back_while_it_runs(tmp_path: Path) -> None:
+    run_for_two_ticks(tmp_path / "go", "")
+
+
+def test_without_a_descriptor_the_end_is_seen_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     def pidfd_open(pid: int) -> int:
         raise OSError(errno.EMFILE, "none is left")
 
     monkeypatch.setattr(os, "pidfd_open", pidfd_open)
-    ticks = []
-    ended = run(
-        python("import time; time.sleep(0.5); raise SystemExit(3)"),
-        on_tick=lambda: ticks.append(time.monotonic()),
-    )
+    ended = run_for_two_ticks(tmp_path / "go", "raise SystemExit(3)")
     assert ended.status == 3
-    assert len(ticks) >= 2
     with pytest.raises(TimeoutError):
         run(python("import time; time.sleep(60)"), timeout_s=0.3)
 

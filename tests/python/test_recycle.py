@@ -40,7 +40,8 @@ OTHER = b"\xee" * 16
 
 @pytest.fixture
 def arena(tmp_path: Path) -> Iterator[Path]:
-    path = Path("/dev/shm") / f"gpustasis-{tmp_path.parent.name}-{tmp_path.name}"
+    # Another run on this machine may have the same test's.
+    path = Path("/dev/shm") / f"gpustasis-{os.getpid()}-{tmp_path.parent.name}-{tmp_path.name}"
     path.mkdir(mode=0o700)
     yield path
     shutil.rmtree(path, ignore_errors=True)

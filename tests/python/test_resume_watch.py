@@ -74,7 +74,8 @@ class Watch:
 
     def events(self) -> list[str]:
         text = os.pread(self._said.fileno(), 1 << 20, 0).decode()
-        return [check_document(line, "crio resume")["event"]["what"] for line in text.splitlines()]
+        lines = text.split("\n")[:-1]  # the last one may be there in part
+        return [check_document(line, "crio resume")["event"]["what"] for line in lines]
 
     def wait_for(self, event: str, count: int = 1) -> None:
         deadline = time.monotonic() + TIMEOUT_S

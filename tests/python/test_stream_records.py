@@ -8,6 +8,7 @@ import json
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 
 from gpustasis._core import hash128
 from gpustasis.errors import StreamError, UnsupportedError
+from gpustasis.streaming import answers as module
 from gpustasis.streaming.answers import Answers, Replies
 from gpustasis.streaming.channel import Descriptor
 from gpustasis.streaming.records import (
@@ -33,6 +35,7 @@ from gpustasis.streaming.records import (
     Header,
     Kind,
 )
+from support.job import TIMEOUT_S
 
 FILES = {"core-1.img": b"one" * 40, "pages-1.img": bytes(300), "inventory.img": b""}
 HEADER = Header(stream_id=bytes(range(16)), answered=True)
@@ -292,6 +295,24 @@ def test_somebody_else_s_descriptor_stays_as_it_was() -> None:
     os.close(writing)
 
 
+class Clock:
+    """In place of the sender's: it goes on as the test says, however late a thread is."""
+
+    def __init__(self) -> None:
+        self.now = self.pace = 0.0  # pace: by which it goes on each time that it is looked at
+
+    def monotonic(self) -> float:
+        self.now += self.pace
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(module, "time", made)
+    return made
+
+
 @contextmanager
 def two_ends() -> Iterator[tuple[Answers, Replies]]:
     near, far = socket.socketpair()
@@ -306,30 +327,36 @@ def two_ends() -> Iterator[tuple[Answers, Replies]]:
         yield answers, Replies(ends[1], 1.0)
 
 
-def test_answers_come_in_order_and_show_progress() -> None:
+def test_answers_come_in_order_and_show_progress(clock: Clock) -> None:
     with two_ends() as (answers, replies):
         replies.tell(Kind.HELLO, program="gpustasis 1")
         assert answers.hello(no_check) == "gpustasis 1"
         answers.check()
 
         def work() -> None:
+            end = time.monotonic() + TIMEOUT_S
             for count in range(8):  # longer than the sender waits for one answer
-                threading.Event().wait(0.15)
+                clock.now += 0.4
                 replies.tell(Kind.STEP, phase="verifying", count=count)
+                while answers.last_progress() < clock.now and time.monotonic() < end:
+                    time.sleep(0.01)
             replies.tell(Kind.READY, digest="00")
 
         thread = threading.Thread(target=work)
         thread.start()
         assert answers.expect(Kind.READY, no_check) == {"digest": "00"}
         thread.join()
+        assert clock.now > 3
+        clock.pace = 0.01
         with pytest.raises(StreamError, match=r"shows no progress for 0\.5 s"):
             answers.expect(Kind.RESTORED, no_check)
+        clock.pace = 0.0
         replies.tell(Kind.FAILED, message="no space")
         with pytest.raises(StreamError, match="there gave up: no space"):
             answers.expect(Kind.RESTORED, no_check)
 
 
-def test_a_receiver_that_says_the_same_again_and_again_stalls() -> None:
+def test_a_receiver_that_says_the_same_again_and_again_stalls(clock: Clock) -> None:
     with two_ends() as (answers, replies):
         replies.tell(Kind.HELLO)
         answers.hello(no_check)
@@ -341,6 +368,7 @@ def test_a_receiver_that_says_the_same_again_and_again_stalls() -> None:
 
         thread = threading.Thread(target=repeat)
         thread.start()
+        clock.pace = 0.01
         with pytest.raises(StreamError, match="it stalls"):
             answers.expect(Kind.READY, no_check)
         stop.set()

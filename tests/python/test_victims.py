@@ -3,12 +3,16 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
+from campaigns import victims
 from campaigns.victims import Victims, signal_all, stop, strike
 
 LIVES = "echo; exec sleep 60"
@@ -65,6 +69,26 @@ def test_the_worker_alone_dies(started: list[subprocess.Popen[bytes]]) -> None:
     assert found == (Victims.WORKER, 0, KILLED, 0)
 
 
+@pytest.fixture
+def until_it_has_ended(
+    started: list[subprocess.Popen[bytes]],
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> None:
+    """LATER_S last until that one of the two has, however late it is."""
+
+    def sleep(seconds: float) -> None:
+        if seconds == LATER_S:
+            os.waitid(os.P_PID, started[request.param].pid, os.WEXITED | os.WNOWAIT)
+        else:
+            time.sleep(seconds)
+
+    clock = SimpleNamespace(sleep=sleep, monotonic=time.monotonic)
+    monkeypatch.setattr(victims, "time", clock)
+
+
+@pytest.mark.parametrize("until_it_has_ended", [1], indirect=True, ids=["worker"])
+@pytest.mark.usefixtures("until_it_has_ended")
 def test_a_worker_that_ends_by_itself_has_not_died_of_it(
     started: list[subprocess.Popen[bytes]],
 ) -> None:
@@ -72,6 +96,8 @@ def test_a_worker_that_ends_by_itself_has_not_died_of_it(
     assert found == (Victims.CRIU, KILLED, 0, 1)
 
 
+@pytest.mark.parametrize("until_it_has_ended", [0], indirect=True, ids=["criu"])
+@pytest.mark.usefixtures("until_it_has_ended")
 def test_a_criu_that_ends_by_itself_has_not_died_of_it(
     started: list[subprocess.Popen[bytes]],
 ) -> None:

@@ -36,9 +36,10 @@ def ask(root: EngineRoot, *words: str, check: bool = True) -> dict[str, Any]:
     return check_document(said, f"agent {words[0]}")
 
 
-def wait_for_socket(root: EngineRoot) -> None:
+def wait_until_ready(root: EngineRoot) -> None:
+    """A socket is there before it listens, and after an agent that was killed."""
     deadline = time.monotonic() + TIMEOUT_S
-    while not root.path("/run/gpustasis/agent.sock").exists():
+    while "ready at /run/gpustasis/agent.sock" not in root.path("/tmp/gpustasis.log").read_text():
         assert time.monotonic() < deadline, root.path("/tmp/gpustasis.log").read_text()
         time.sleep(0.1)
 
@@ -49,7 +50,7 @@ def test_a_container(steady: Steady, engines: EngineRoot, shared: Path, runtime:
     engines.write("/etc/gpustasis/agent.toml", CONFIG.format(url=url), 0o600)
     container = steady("agent-job", runtime, "--log-driver=none", mib=8)
     engines.serve("gpustasis", "agent", "run")
-    wait_for_socket(engines)
+    wait_until_ready(engines)
     found = ask(engines, "checkpoint", "podman:agent-job")["operation"]
     assert found["state"] == "done", found
     figures = found["figures"]

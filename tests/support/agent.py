@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -122,13 +123,12 @@ def say(place: Path, data: bytes, timeout_s: float = 30.0) -> bytes:
     with socket.socket(socket.AF_UNIX) as sock:
         sock.connect(str(place))  # without a time limit, which a full backlog would not wait for
         sock.settimeout(timeout_s)
-        try:
+        with suppress(BrokenPipeError):  # it has hung up, perhaps with an answer
             sock.sendall(data)
             sock.shutdown(socket.SHUT_WR)
+        with suppress(ConnectionResetError):
             while piece := sock.recv(1 << 16):
                 found += piece
-        except (BrokenPipeError, ConnectionResetError):
-            pass  # it has hung up
     return found
 
 

@@ -93,7 +93,8 @@ def run_hook(state: object, *arguments: str) -> subprocess.CompletedProcess[str]
 
 @contextmanager
 def container() -> Iterator[Container]:
-    """Everything that is made for it is removed at the end."""
+    """Everything that is made for it is removed at the end. Not the directory of all stores: others
+    may be about to make theirs in it, or to put it back."""
     made = Container()
     try:
         yield made
@@ -102,8 +103,6 @@ def container() -> Iterator[Container]:
         made.mark.unlink(missing_ok=True)
         made.refusal.unlink(missing_ok=True)
         shutil.rmtree(made.store, ignore_errors=True)
-        with suppress(OSError):  # others are there
-            made.store.parent.rmdir()
 
 
 @contextmanager

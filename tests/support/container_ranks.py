@@ -54,20 +54,26 @@ class Node:
         self.agent: subprocess.Popen[str] | None = None
 
     def start_agent(self) -> None:
+        """Returns when it listens at all of its sockets."""
         with open(self.root.path(LOG), "a") as log:
+            before = self._times_ready()
             self.agent = self.root.start(
                 *("gpustasis", "agent", "run", "--config", self._config), stdout=log, stderr=log
             )
-        self.wait_for(self._answers)
+        self.wait_for(lambda: self._is_ready(before))
 
-    def _answers(self) -> bool:
+    def _is_ready(self, before: int) -> bool:
         assert self.agent is not None and self.agent.poll() is None, log_of_agent(self)
-        return self.root.path("/run/gpustasis/ranks.sock").exists()
+        return self._times_ready() > before
+
+    def _times_ready(self) -> int:
+        return self.root.path(LOG).read_text().count("ready at ")
 
     def kill_agent(self) -> None:
         """At once."""
         for pid in self.pids("agent", self._config):
-            self.root.run("kill", "-KILL", str(pid))
+            # One that it was just starting has ended with it, or has another name by now.
+            self.root.run("kill", "-KILL", str(pid), check=False)
         if self.agent is not None:
             self.agent.wait(TIMEOUT_S)
             self.agent = None
@@ -181,6 +187,7 @@ class Hold:
             "#!/bin/sh\n"
             f'[ "$CRTOOLS_SCRIPT_ACTION" = {action} ] || exit 0\n'
             f"grep -q {container.id()} /proc/$CRTOOLS_INIT_PID/cgroup || exit 0\n"
+            f"echo $PPID >{self._place}.criu\n"
             f"touch {self._place}.reached\n"
             f"while [ -e {self._place} ]; do sleep 0.1; done\n"
         )
@@ -195,8 +202,8 @@ class Hold:
 
     def kill_criu(self) -> None:
         """That has come there. The script outlives it, and is released."""
-        (script,) = self._node.pids(f"{self._place}.sh")
-        self._node.kill_parent(script)
+        criu = self._node.root.path(f"{self._place}.criu").read_text().strip()
+        self._node.root.run("kill", "-KILL", criu)
         self.release()
 
     def release(self) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -10,14 +11,28 @@ from pathlib import Path
 from campaigns.steady_job import is_alive, restore_thread
 from gpustasis.answering import TimedOutError, answer_within
 from gpustasis.driver import Driver, ProcessState
+from gpustasis.emulator import Emulator
 from gpustasis.errors import DriverError
 
 _ANSWER_S = 5.0  # of one whose restore thread runs
+_END_S = 10.0
+_POLL_S = 0.01
 
 
 def driver_of(environ: Mapping[str, str]) -> Driver:
     """Of the emulator that programs with this environment use."""
     return Driver(str(Path(environ["LD_LIBRARY_PATH"].split(":")[0]) / "libcuda.so.1"))
+
+
+def await_ends(emulator: Emulator) -> None:
+    """Until the emulator has let go of the memory of all processes that have ended: its worker of
+    one ends after it, and takes its time. Not for ever."""
+    deadline = time.monotonic() + _END_S
+    while time.monotonic() < deadline:
+        listed = [one["pid"] for gpu in emulator.status()["gpus"] for one in gpu["processes"]]
+        if all(is_alive(pid) for pid in listed if pid > 0):
+            return
+        time.sleep(_POLL_S)
 
 
 def not_running(driver: Driver, pids: Iterable[int]) -> dict[int, str]:

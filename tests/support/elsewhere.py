@@ -7,6 +7,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -24,9 +25,11 @@ _NUMBERS = itertools.count()
 _LIMIT_S = 60.0  # for whatever is waited for: it takes a moment
 _POLL_S = 0.01
 _NETWORKS = 256 * 64  # of four addresses each, in 10.213.0.0/16
-# Waits for whatever is left to it, as init does.
+# Waits for whatever is left to it, as init does; all is there when it says so.
 _INIT = """
 import os, time
+os.write(1, b"ready")
+os.close(1)
 while True:
     try:
         os.wait()
@@ -48,16 +51,18 @@ class Elsewhere:
     def __init__(self) -> None:
         self._name = f"gps{os.getpid() % 100000}-{next(_NUMBERS)}"
         words = ["unshare", "--pid", "--mount", "--net", "--fork", "--kill-child", "--mount-proc"]
-        self._unshare = subprocess.Popen([*words, sys.executable, "-c", _INIT])
-        children = Path(f"/proc/{self._unshare.pid}/task/{self._unshare.pid}/children")
-        deadline = time.monotonic() + _LIMIT_S
-        while not (found := children.read_text().split()):
-            assert self._unshare.poll() is None, "no namespaces"
-            if time.monotonic() > deadline:
+        self._unshare = subprocess.Popen(
+            [*words, sys.executable, "-c", _INIT], stdout=subprocess.PIPE
+        )
+        assert self._unshare.stdout is not None
+        with self._unshare.stdout as said:
+            if not select.select([said], [], [], _LIMIT_S)[0]:
                 self._end()
                 raise TimeoutError("no process in the new namespaces")
-            time.sleep(_POLL_S)
-        self.init = int(found[0])
+            assert os.read(said.fileno(), 5) == b"ready", "no namespaces"
+        children = Path(f"/proc/{self._unshare.pid}/task/{self._unshare.pid}/children")
+        (init,) = children.read_text().split()
+        self.init = int(init)
         self._listening: socket.socket | None = None
 
     def __enter__(self) -> Self:

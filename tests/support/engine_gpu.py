@@ -4,13 +4,16 @@
 from __future__ import annotations
 
 import re
+import socket
 import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from gpustasis.criu.plugin import plugin_directory
 from gpustasis.emulator import find_directory
+from support.container_logs import whole_lines
 from support.engine_image import IMAGE
 from support.engine_root import EngineRoot
 
@@ -66,10 +69,20 @@ def start_podman(root: EngineRoot, runtime: str) -> str:
             "podman", "--runtime", runtime, "system", "service", "--time=0", f"unix://{place}"
         )
         deadline = time.monotonic() + TIMEOUT_S
-        while not root.path(place).exists():
+        while not _listens(root.path(place)):
             assert time.monotonic() < deadline, root.path("/tmp/podman.log").read_text()
             time.sleep(POLL_S)
     return f"unix://{place}"
+
+
+def _listens(place: Path) -> bool:
+    """The name of a socket is there before anybody can connect to it."""
+    with socket.socket(socket.AF_UNIX) as asking:
+        try:
+            asking.connect(str(place))
+        except (FileNotFoundError, ConnectionRefusedError):
+            return False
+    return True
 
 
 @dataclass(frozen=True)
@@ -103,8 +116,12 @@ class SteadyContainer:
         return container
 
     def output(self) -> str:
+        return "".join(self._logs())
+
+    def _logs(self) -> tuple[str, str]:
+        """What it has written to stdout, and to stderr."""
         done = self.root.run("podman", "logs", self.name)
-        return done.stdout + done.stderr
+        return done.stdout, done.stderr
 
     def wait_for_writes(self, bytes_: int = 100) -> None:
         """For one without a log: wait until its first process has said that much more. It would
@@ -129,7 +146,7 @@ class SteadyContainer:
     def step_numbers(self) -> dict[int, list[int]]:
         """The numbers of those steps, in the order in which they were said."""
         found: dict[int, list[int]] = {}
-        for line in self.output().splitlines():
+        for line in (line for text in self._logs() for line in whole_lines(text)):
             if line.startswith(_EMULATOR) or not line:
                 continue
             step = _STEP.fullmatch(line)

@@ -37,16 +37,20 @@ class Proxy:
         self.url = f"http://127.0.0.1:{self._listening.getsockname()[1]}"
         self._pairs: list[tuple[socket.socket, socket.socket]] = []
         self._is_cut = False
+        self._stands = threading.Event()  # it has seen that it is cut
         self._over = False
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
 
     def cut(self) -> None:
         """Nothing goes through any more, and nobody is told."""
+        self._stands.clear()
         self._is_cut = True
 
     def mend(self) -> None:
         """New connections go through; those that stood are broken."""
+        # Not while it is about to look at them, or to add one.
+        assert not self._is_cut or self._stands.wait(END_S), "something goes through still"
         pairs, self._pairs = self._pairs, []
         for pair in pairs:
             for end in pair:
@@ -56,12 +60,14 @@ class Proxy:
     def close(self) -> None:
         self._over = True
         self._thread.join()
+        self._stands.set()
         self.mend()
         self._listening.close()
 
     def _serve(self) -> None:
         while not self._over:
             if self._is_cut:
+                self._stands.set()
                 time.sleep(0.02)
                 continue
             pairs = list(self._pairs)

@@ -164,10 +164,12 @@ class PeerJob:
         for rank in range(WORLD):
             self.kill_keeper(rank)
         place = str(self.directory / "kept").encode()
-        # First what criu there is: nobody hears of the end of what it traces before it has ended.
-        for pid in [*pids_by(lambda words: place in words), *self.pids()]:
+        left = [*pids_by(lambda words: place in words), *self.pids()]
+        for pid in left:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        # Not before: of what another one has started, or traces, nobody hears until that has ended.
+        for pid in left:
             reap(pid)
 
     def pids(self) -> list[int]:

@@ -101,9 +101,8 @@ class Node:
         self._go_on.set()
 
     def _pass(self) -> None:
-        if not self._go_on.is_set():
+        while not self._go_on.wait(0.02):
             self._held.set()
-        self._go_on.wait()
 
     def containers(self, *_: object) -> list[Container]:
         self._pass()

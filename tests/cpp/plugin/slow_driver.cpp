@@ -61,9 +61,15 @@ int take(const char* variable) {
     const int milliseconds = number(variable);
     if (milliseconds != 0)
         make_mark();
-    constexpr int kStepMs = 50; // while the process is stopped, nothing is done
-    for (int left = milliseconds; left > 0; left -= kStepMs)
-        std::this_thread::sleep_for(std::chrono::milliseconds(std::min(left, kStepMs)));
+    using Clock = std::chrono::steady_clock;
+    constexpr Clock::duration kStep = std::chrono::milliseconds(50);
+    // A busy machine wakes it late, and it takes no longer for that. While the process is stopped, nothing is done.
+    constexpr Clock::duration kStopped = 5 * kStep;
+    for (Clock::duration left = std::chrono::milliseconds(milliseconds); left.count() > 0;) {
+        const auto begin = Clock::now();
+        std::this_thread::sleep_for(std::min(left, kStep));
+        left -= std::min(Clock::now() - begin, kStopped);
+    }
     return 0;
 }
 
@@ -85,10 +91,11 @@ void note(const char* what) {
 int refuse() {
     if (std::getenv("SLOW_DRIVER_NOTES_REFUSALS") != nullptr)
         note("refuse");
-    if (is_held())
-        note("held");
-    while (is_held())
+    for (bool is_noted = false; is_held(); is_noted = true) {
+        if (!is_noted)
+            note("held");
         std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
     std::this_thread::sleep_for(std::chrono::milliseconds(number("SLOW_DRIVER_REFUSAL_MS")));
     return 304; // CUDA_ERROR_OPERATING_SYSTEM
 }
@@ -130,9 +137,11 @@ int cuCheckpointProcessGetState(int pid, int* state) {
 int cuCheckpointProcessLock(int, void*) {
     const int wanted = number("SLOW_DRIVER_MEET");
     const int alone_ms = number("SLOW_DRIVER_MEET_MS");
+    const auto begin = std::chrono::steady_clock::now();
     ++locking;
-    for (int waited = 0; locking < wanted; ++waited) {
-        if (waited == (alone_ms != 0 ? alone_ms : 3'000))
+    while (locking < wanted) {
+        if (std::chrono::steady_clock::now() - begin >=
+            std::chrono::milliseconds(alone_ms != 0 ? alone_ms : 3'000))
             return 600; // CUDA_ERROR_NOT_READY
         std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }

@@ -132,7 +132,7 @@ void a_worker_that_is_being_killed_does_nothing_on_its_own() {
     rig.table->kills[0] = {task.pid(), proc::start_time(task.pid())};
     rig.table->kill_count = 1;
     rig.config.driver_timeout_ms = 500;
-    ::setenv("SLOW_DRIVER_CHECKPOINT_MS", "5000", 1);
+    ::setenv("SLOW_DRIVER_CHECKPOINT_MS", "7000", 1);
     CHECK(rig.worker->api_version() == 13000); // it has begun, with swift signals of its own
     slow_signals = true;
     CHECK_THROWS(Errc::io, rig.worker->checkpoint(::getpid()));

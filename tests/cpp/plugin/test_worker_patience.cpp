@@ -77,16 +77,16 @@ void what_may_wait_behind_memory_that_moves_is_not_given_up() {
     TaskRecord& record = rig.table.add(task.pid());
     record.start_time = proc::start_time(task.pid());
     rig.config.driver_timeout_ms = 3'000;
-    std::vector<Worker::Call> calls{rig.worker->begin_checkpoint(7, 0)};
     using Clock = std::chrono::steady_clock;
-    std::atomic<Clock::time_point> last = Clock::now(); // of the moves
+    std::atomic<Clock::time_point> last = Clock::now(); // of the moves that came in time
+    std::vector<Worker::Call> calls{rig.worker->begin_checkpoint(7, 0)};
     std::thread moving([&] {
         for (int i = 0; i < 60; ++i) {
             const auto now = Clock::now();
-            if (now - last.load() > std::chrono::milliseconds(2'000))
-                break; // it was held up itself, and may be given up at any time
-            last = now;
             touch(record.direct.moved_at);
+            if (Clock::now() - last.load() > std::chrono::milliseconds(2'000))
+                break; // it was held up itself, and may have been given up before
+            last = now;
             std::this_thread::sleep_for(std::chrono::milliseconds(100));
         }
     });

@@ -24,12 +24,24 @@
 #include <ctime>
 #include <filesystem>
 #include <string>
+#include <utility>
 #include <vector>
 
 using namespace gpustasis;
 using namespace makers;
 
 namespace {
+
+/// Until the clock by which the kernel dates files has gone on.
+void wait_for_tick() {
+    const auto now = [] {
+        timespec time{};
+        CHECK(::clock_gettime(CLOCK_REALTIME_COARSE, &time) == 0);
+        return std::pair(time.tv_sec, time.tv_nsec);
+    };
+    const auto before = now();
+    CHECK(comes_true([&] { return now() > before; }));
+}
 
 void what_a_dead_maker_has_left_is_closed() {
     const sample::TempDir base;
@@ -110,7 +122,7 @@ void what_the_process_has_made_itself_is_never_closed() {
     { // before: what was left is told from it
         const Child target(prepare);
         tell(target.pid(), SIGUSR1);
-        ::usleep(20'000); // more than a tick of the kernel's clock
+        wait_for_tick();
         const std::vector<UnusedUserfaultfd> own = find_unused_userfaultfds(target.pid());
         CHECK(own.size() == 1);
         CHECK(!attach(base.path(), target.pid()));
@@ -156,6 +168,8 @@ void what_the_process_has_made_itself_is_never_closed() {
         const Child target(prepare);
         Maker(base.path(), target.pid(), At::made).kill();
         tell(target.pid(), SIGUSR2);
+        // Its descriptor is there before it uses it.
+        CHECK(comes_true([&] { return find_unused_userfaultfds(target.pid()).size() == 1; }));
         const std::size_t before = descriptors(target.pid());
         CHECK(attach(base.path(), target.pid()).has_value());
         CHECK(descriptors(target.pid()) == before - 1);

@@ -10,8 +10,12 @@
 #include "check.h"
 
 #include <dlfcn.h>
+#include <signal.h>
 #include <stdint.h>
 #include <string.h>
+#include <unistd.h>
+
+enum { kHeldMilliseconds = 1000 };
 
 static CUdevice device;
 
@@ -195,22 +199,47 @@ static void host_memory_and_pointers(void) {
     free(own);
 }
 
+/* For the kernel while_there_is: a process that ends a while after it is let go. */
+struct Holder {
+    pid_t pid;
+    int end;
+};
+
+static struct Holder hold(void) {
+    int ends[2];
+    char byte;
+    TRUE(signal(SIGCHLD, SIG_IGN) != SIG_ERR); /* who has ended is gone */
+    TRUE(pipe(ends) == 0);
+    const struct Holder holder = {fork(), ends[1]};
+    TRUE(holder.pid >= 0);
+    if (holder.pid == 0) {
+        close(ends[1]);
+        while (read(ends[0], &byte, 1) < 0)
+            continue;
+        usleep(kHeldMilliseconds * 1000);
+        _exit(0);
+    }
+    close(ends[0]);
+    return holder;
+}
+
 /* Once it is not registered any more, memory is its owner's to free: no copy into it is left to do. */
 static void unregistered_under_a_copy(CUmodule module) {
     char* own = calloc(1, 10000);
     CUdeviceptr on_device;
     CUstream stream;
-    CUfunction sleep;
-    unsigned milliseconds = 3000;
-    void* params[] = {&milliseconds};
-    OK(cuModuleGetFunction(&sleep, module, "sleep_ms"));
+    CUfunction wait;
+    struct Holder holder = hold();
+    void* params[] = {&holder.pid};
+    OK(cuModuleGetFunction(&wait, module, "while_there_is"));
     OK(cuStreamCreate(&stream, CU_STREAM_NON_BLOCKING));
     OK(cuMemAlloc(&on_device, 10000));
     OK(cuMemsetD8(on_device, 7, 10000));
     OK(cuMemHostRegister(own, 10000, 0));
-    OK(cuLaunchKernel(sleep, 1, 1, 1, 1, 1, 1, 0, stream, params, NULL));
+    OK(cuLaunchKernel(wait, 1, 1, 1, 1, 1, 1, 0, stream, params, NULL));
     OK(cuMemcpyDtoHAsync(own, on_device, 10000, stream));
     EXPECT(CUDA_ERROR_NOT_READY, cuStreamQuery(stream));
+    close(holder.end);
     OK(cuMemHostUnregister(own));
     TRUE(own[0] == 7 && own[9999] == 7);
     OK(cuStreamDestroy(stream));
@@ -225,29 +254,33 @@ static void count_call(void* count) {
 static void streams_and_events(CUmodule module) {
     CUstream stream;
     CUevent early, late;
-    CUfunction sleep;
+    CUfunction wait, sleep;
+    struct Holder holder = hold(); /* the stream is looked at meanwhile */
     int calls = 0;
-    unsigned milliseconds = 3000; /* the stream is looked at meanwhile */
+    unsigned milliseconds = 2000;
     float elapsed = 0;
-    void* params[] = {&milliseconds};
+    void *hold_params[] = {&holder.pid}, *params[] = {&milliseconds};
+    OK(cuModuleGetFunction(&wait, module, "while_there_is"));
     OK(cuModuleGetFunction(&sleep, module, "sleep_ms"));
     OK(cuStreamCreateWithPriority(&stream, CU_STREAM_NON_BLOCKING, -1));
     OK(cuEventCreate(&early, CU_EVENT_DEFAULT));
     OK(cuEventCreate(&late, CU_EVENT_DEFAULT));
     EXPECT(CUDA_ERROR_INVALID_HANDLE, cuEventElapsedTime(&elapsed, early, late));
     OK(cuEventRecord(early, stream));
+    OK(cuLaunchKernel(wait, 1, 1, 1, 1, 1, 1, 0, stream, hold_params, NULL));
     OK(cuLaunchKernel(sleep, 1, 1, 1, 1, 1, 1, 0, stream, params, NULL));
     OK(cuEventRecord(late, stream));
     EXPECT(CUDA_ERROR_NOT_READY, cuStreamQuery(stream));
     EXPECT(CUDA_ERROR_NOT_READY, cuEventQuery(late));
     EXPECT(CUDA_ERROR_NOT_READY, cuEventElapsedTime(&elapsed, early, late));
     OK(cuLaunchHostFunc(stream, count_call, &calls));
+    close(holder.end);
     OK(cuStreamSynchronize(stream));
     TRUE(calls == 1);
     OK(cuStreamQuery(stream));
     OK(cuEventQuery(late));
     OK(cuEventElapsedTime(&elapsed, early, late));
-    TRUE(elapsed >= 3000 && elapsed < 60000);
+    TRUE(elapsed >= kHeldMilliseconds + 2000 && elapsed < 60000);
     OK(cuStreamDestroy(stream));
     EXPECT(CUDA_ERROR_INVALID_HANDLE, cuStreamSynchronize(stream));
     OK(cuEventDestroy(early));

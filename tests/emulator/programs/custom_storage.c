@@ -19,7 +19,10 @@
  *     copy OPERATION WAY N      copies all memory, that of each GPU with N threads, each with a stream,
  *                               a pinned buffer and an event of its own. WAY: down, up (zeros) or both
  *                               (what was there). Answers CODE MILLISECONDS
- *     events OPERATION          whether an event behind a long copy says so, and holds up another stream
+ *     pending OPERATION         whether an event behind a copy that is not done says so, and holds up
+ *                               another stream; the copy goes on
+ *     events OPERATION          the same once the copy is done. Answers CODE MILLISECONDS BYTE, the last
+ *                               one copied; meanwhile the other stream has written 0x77 to all
  *     capture OPERATION I       has the entry's stream capture
  *     many PID...               a checkpoint and a restore of each, from a thread each; answers CODE
  *     lock, unlock, state, hostcheckpoint, hostrestore PID
@@ -159,35 +162,53 @@ static void copy(const struct Operation* operation, const char* way, unsigned th
     printf("0 %d\n", (int)(now_ms() - start));
 }
 
-static void events(const struct Operation* operation) {
-    const CUcheckpointCustomStoragePerDeviceData* device = &operation->devices[0];
+/* A copy, an event behind it, and a stream that waits for the event. */
+struct Race {
     CUstream other;
     CUevent before, after;
-    void* host = NULL;
+    void* host;
+};
+
+static struct Race start_race(const CUcheckpointCustomStoragePerDeviceData* device) {
+    struct Race race;
+    OK(cuMemHostAlloc(&race.host, device->size, 0));
+    OK(cuStreamCreate(&race.other, CU_STREAM_NON_BLOCKING));
+    OK(cuEventCreate(&race.before, 0));
+    OK(cuEventCreate(&race.after, 0));
+    OK(cuEventRecord(race.before, device->stream));
+    OK(cuMemcpyDtoHAsync(race.host, device->devPtr, device->size, device->stream));
+    OK(cuEventRecord(race.after, device->stream));
+    return race;
+}
+
+static void pending(const struct Operation* operation) {
+    const CUcheckpointCustomStoragePerDeviceData* device = &operation->devices[0];
+    const struct Race race = start_race(device);
+    float milliseconds = 0;
+    EXPECT(CUDA_ERROR_NOT_READY, cuEventQuery(race.after));
+    EXPECT(CUDA_ERROR_NOT_READY, cuStreamQuery(device->stream));
+    EXPECT(CUDA_ERROR_NOT_READY, cuEventElapsedTime(&milliseconds, race.before, race.after));
+    OK(cuStreamQuery(race.other));
+    OK(cuStreamWaitEvent(race.other, race.after, 0));
+    EXPECT(CUDA_ERROR_NOT_READY, cuStreamQuery(race.other));
+    printf("0\n");
+}
+
+static void events(const struct Operation* operation) {
+    const CUcheckpointCustomStoragePerDeviceData* device = &operation->devices[0];
+    const struct Race race = start_race(device);
     unsigned char last = 0;
     float milliseconds = 0;
-    OK(cuMemHostAlloc(&host, device->size, 0));
-    OK(cuStreamCreate(&other, CU_STREAM_NON_BLOCKING));
-    OK(cuEventCreate(&before, 0));
-    OK(cuEventCreate(&after, 0));
-    OK(cuEventRecord(before, device->stream));
-    OK(cuMemcpyDtoHAsync(host, device->devPtr, device->size, device->stream));
-    OK(cuEventRecord(after, device->stream));
-    EXPECT(CUDA_ERROR_NOT_READY, cuEventQuery(after));
-    EXPECT(CUDA_ERROR_NOT_READY, cuStreamQuery(device->stream));
-    EXPECT(CUDA_ERROR_NOT_READY, cuEventElapsedTime(&milliseconds, before, after));
-    OK(cuStreamQuery(other));
-    OK(cuStreamWaitEvent(other, after, 0));
-    EXPECT(CUDA_ERROR_NOT_READY, cuStreamQuery(other));
-    OK(cuMemsetD8Async(device->devPtr, 0x77, device->size, other));
-    OK(cuStreamSynchronize(other));
-    OK(cuEventQuery(after));
-    OK(cuEventElapsedTime(&milliseconds, before, after));
-    last = ((unsigned char*)host)[device->size - 1];
-    OK(cuMemFreeHost(host));
-    OK(cuStreamDestroy(other));
-    OK(cuEventDestroy(before));
-    OK(cuEventDestroy(after));
+    OK(cuStreamWaitEvent(race.other, race.after, 0));
+    OK(cuMemsetD8Async(device->devPtr, 0x77, device->size, race.other));
+    OK(cuStreamSynchronize(race.other));
+    OK(cuEventQuery(race.after));
+    OK(cuEventElapsedTime(&milliseconds, race.before, race.after));
+    last = ((unsigned char*)race.host)[device->size - 1];
+    OK(cuMemFreeHost(race.host));
+    OK(cuStreamDestroy(race.other));
+    OK(cuEventDestroy(race.before));
+    OK(cuEventDestroy(race.after));
     printf("0 %d %u\n", (int)milliseconds, last);
 }
 
@@ -303,6 +324,8 @@ int main(int argc, char** argv) {
             printf("%d\n", (int)cuMemFree(device->devPtr));
         } else if (!strcmp(call, "copy")) {
             copy(operation, words[2], (unsigned)atoi(words[3]));
+        } else if (!strcmp(call, "pending")) {
+            pending(operation);
         } else if (!strcmp(call, "events")) {
             events(operation);
         } else if (!strcmp(call, "capture")) {

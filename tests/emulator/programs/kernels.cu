@@ -2,6 +2,7 @@
 /* Kernels for the tests of the emulator, in the form that nvcc would take as well. */
 #include "gpustasis_emulator.h"
 
+#include <signal.h>
 #include <time.h>
 
 /* x = x * factor + index, in integers */
@@ -36,6 +37,14 @@ GPUSTASIS_KERNEL(sleep_ms, unsigned milliseconds) {
     const timespec time{static_cast<time_t>(milliseconds / 1000),
                         static_cast<long>(milliseconds % 1000) * 1000000};
     nanosleep(&time, nullptr);
+}
+
+/* Until there is no such process, not even as a zombie. */
+GPUSTASIS_KERNEL(while_there_is, int pid) {
+    const timespec time{0, 10000000};
+    while (kill(pid, 0) == 0) {
+        nanosleep(&time, nullptr);
+    }
 }
 
 GPUSTASIS_KERNEL(crash, unsigned* address) {
