@@ -129,7 +129,7 @@ def running(cluster: EtcdCluster) -> Iterator[EtcdCluster]:
 
 def etcdctl(endpoint: str, *words: str, flags: Sequence[str] = ()) -> str:
     return subprocess.run(
-        ["etcdctl", "--endpoints", endpoint, *flags, *words],
+        ["etcdctl", "--command-timeout=60s", "--endpoints", endpoint, *flags, *words],
         env={"ETCDCTL_API": "3", "PATH": "/usr/bin:/bin"},
         capture_output=True,
         text=True,
