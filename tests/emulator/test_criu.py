@@ -3,15 +3,18 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from gpustasis.emulator import Emulator, Options
-from support.job import Job
+from support.job import Job, ended
 
 Call = Callable[..., tuple[int, int]]
 Stock = Callable[..., subprocess.CompletedProcess[str]]
@@ -67,6 +70,53 @@ def test_memory_survives(
     resume(caller, job)
     job.wait_for("ok", count=rounds + 5)
     assert emulator.status()["gpus"][0]["used_bytes"] == 40 << 20
+
+
+def test_memory_of_the_process_before_is_waited_for(
+    vectors: Callable[..., Job],
+    caller: Call,
+    checkpoint_call: Path,
+    emulator_environ: dict[str, str],
+    stock: Stock,
+    images: Path,
+) -> None:
+    """A job that is killed and restored: it has its pid again, and what gives back the GPU memory
+    of the one before may not have had a processor."""
+    job = vectors(70)  # 140 of 256 MiB
+    checkpoint(caller, job)
+    words = ("-t", str(job.pid), "-D", images, "--leave-running")
+    assert stock("dump", *words).returncode == 0
+    resume(caller, job)
+    (worker,) = workers_of(job.pid)
+    os.kill(worker, signal.SIGSTOP)
+    try:
+        job.signal(signal.SIGKILL)
+        job.wait()
+        restore(stock, images)
+        argv = [str(checkpoint_call), "restore", str(job.pid), "init"]
+        with ended(subprocess.Popen(argv, env=emulator_environ, stdout=subprocess.PIPE)) as asking:
+            time.sleep(0.5)  # it has its answer by then, if nothing is waited for
+            assert asking.poll() is None
+            os.kill(worker, signal.SIGCONT)
+            assert asking.communicate(timeout=60)[0] == b"0 0\n"
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(worker, signal.SIGCONT)
+    rounds = job.output().count("ok")
+    assert caller("unlock", job.pid)[0] == 0
+    job.wait_for("ok", count=rounds + 5)
+
+
+def workers_of(pid: int) -> list[int]:
+    """The emulator's processes that stand for the GPU to this one."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if (entry / "comm").read_text() == "gpustasis-gpuwr\n":
+                infos = [info.read_text() for info in (entry / "fdinfo").iterdir()]
+                if any(f"Pid:\t{pid}\n" in info for info in infos):
+                    found.append(int(entry.name))
+    return found
 
 
 def test_kernels_streams_and_events_survive(

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -208,13 +208,13 @@ def test_caller_killed_while_it_waits_for_the_lock_leaves_the_target_running(
         argv = [str(checkpoint_call), call, str(job.pid)]
         return subprocess.Popen(argv, env=emulator_environ, stdout=subprocess.PIPE)
 
-    with held(job):  # the next one has asked before the GPU's work is done
-        with ended(ask("lock")) as dying:
-            await_caller(dying.pid)
-        asking = ask("state")
-        await_caller(asking.pid)
-        begin = time.monotonic()
-    with ended(asking):
+    with ExitStack() as stack:
+        with held(job):  # the next one has asked before the GPU's work is done
+            with ended(ask("lock")) as dying:
+                await_caller(dying.pid)
+            asking = stack.enter_context(ended(ask("state")))
+            await_caller(asking.pid)
+            begin = time.monotonic()
         out, _ = asking.communicate(timeout=TIMEOUT_S)
     assert out.split() == [b"0", b"0"], "SUCCESS, RUNNING"
     assert time.monotonic() - begin >= 1, "it was answered while the GPU still worked"

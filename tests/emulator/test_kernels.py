@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -66,6 +67,7 @@ def test_lock_waits_for_what_was_launched(
         argv = [str(checkpoint_call), "lock", str(job.pid), "30000"]
         with ended(subprocess.Popen(argv, env=emulator_environ, stdout=subprocess.PIPE)) as locking:
             await_hit(emulator)
+            time.sleep(0.3)  # it has its answer by then, if there is one
             assert locking.poll() is None
             end_of_kernel.kill()
             end_of_kernel.wait()

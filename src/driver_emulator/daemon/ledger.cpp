@@ -1,7 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "driver_emulator/daemon/ledger.hpp"
 
+#include <algorithm>
 #include <cerrno>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <fcntl.h>
+#include <iterator>
 #include <poll.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
@@ -9,6 +15,37 @@
 #include <unistd.h>
 
 namespace gpustasis::emulator {
+namespace {
+
+/// Field 22 of /proc/PID/stat; 0: it is gone.
+std::uint64_t start_time(pid_t pid) noexcept {
+    char path[32];
+    std::snprintf(path, sizeof path, "/proc/%d/stat", pid);
+    const int fd = open(path, O_RDONLY | O_CLOEXEC);
+    char text[1024] = "";
+    const ssize_t size = fd >= 0 ? read(fd, text, sizeof text - 1) : -1;
+    if (fd >= 0) {
+        close(fd);
+    }
+    const char* at = size > 0 ? std::strrchr(text, ')') : nullptr; // behind the name: field 3
+    for (int field = 2; at != nullptr && field < 22; ++field) {
+        at = std::strchr(at + 1, ' ');
+    }
+    return at != nullptr ? std::strtoull(at, nullptr, 10) : 0;
+}
+
+bool has_ended(const LedgerSlot& slot) noexcept {
+    const int client = static_cast<int>(syscall(SYS_pidfd_open, slot.client, 0));
+    if (client < 0) {
+        return errno == ESRCH;
+    }
+    pollfd end{client, POLLIN, 0}; // readable when it has ended, reaped or not
+    const bool is_readable = poll(&end, 1, 0) == 1;
+    close(client);
+    return is_readable || start_time(slot.client) != slot.client_start;
+}
+
+} // namespace
 
 Ledger& Ledger::create(const DaemonInfo& info) {
     void* memory =
@@ -51,22 +88,15 @@ void Ledger::forget(LedgerSlot& slot) noexcept {
     slot.worker = 0;
 }
 
-bool Ledger::is_awaiting_release() const noexcept {
-    for (const LedgerSlot& slot : slots_) {
-        if (slot.worker == 0 || slot.client <= 0) {
-            continue;
-        }
-        const int client = static_cast<int>(syscall(SYS_pidfd_open, slot.client, 0));
-        pollfd end{client, POLLIN, 0}; // readable when it has ended, reaped or not
-        const bool dead = client < 0 ? errno == ESRCH : poll(&end, 1, 0) == 1;
-        if (client >= 0) {
-            close(client);
-        }
-        if (dead) {
-            return true;
-        }
-    }
-    return false;
+bool Ledger::is_awaiting_release(const LedgerSlot& own) const noexcept {
+    return std::any_of(std::begin(slots_), std::end(slots_), [&](const LedgerSlot& slot) {
+        return &slot != &own && slot.worker != 0 && slot.client > 0 && has_ended(slot);
+    });
+}
+
+void Ledger::assign(LedgerSlot& slot, pid_t client) noexcept {
+    slot.client = client;
+    slot.client_start = start_time(client);
 }
 
 LedgerSlot* Ledger::find_free_slot() noexcept {

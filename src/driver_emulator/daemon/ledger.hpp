@@ -13,7 +13,8 @@ namespace gpustasis::emulator {
 /// One client; its slot is free when worker is 0.
 struct LedgerSlot {
     std::atomic<pid_t> worker;
-    pid_t client; ///< as the daemon sees it; 0 if it does not
+    pid_t client;               ///< as the daemon sees it; 0 if it does not
+    std::uint64_t client_start; ///< in ticks since the boot; a restored one has the same pid
     char name[16];
     char device[32];
     char mapping[32];
@@ -35,11 +36,14 @@ public:
     /// Gives back all that a client holds.
     void release_all(LedgerSlot& slot) noexcept;
 
-    /// Whether some client is dead and its worker not yet reaped: memory is about to be free.
-    [[nodiscard]] bool is_awaiting_release() const noexcept;
+    /// Whether some other client is dead and its worker not yet reaped: memory is about to be free.
+    [[nodiscard]] bool is_awaiting_release(const LedgerSlot& own) const noexcept;
 
     /// Gives back all that a dead worker's client held and frees the slot.
     void forget(LedgerSlot& slot) noexcept;
+
+    /// Notes whom a slot is for; its worker is noted by whoever has started that.
+    static void assign(LedgerSlot& slot, pid_t client) noexcept;
 
     [[nodiscard]] LedgerSlot* find_free_slot() noexcept;
     [[nodiscard]] LedgerSlot* find_worker(pid_t worker) noexcept;

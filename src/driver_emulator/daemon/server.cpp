@@ -260,7 +260,7 @@ void Server::fork_worker(int socket, const AttachClient& hello) {
         return;
     }
     const ucred peer = peer_of(socket);
-    slot->client = peer.pid;
+    Ledger::assign(*slot, peer.pid);
     read_name(peer.pid, slot->name);
     std::memcpy(slot->device, hello.device, sizeof slot->device - 1);
     std::memcpy(slot->mapping, hello.mapping, sizeof slot->mapping - 1);

@@ -27,7 +27,7 @@ namespace {
 
 // 30 s for the memory of a client that has ended: its worker gives it back, once it gets a processor.
 constexpr int kReleaseTries = 6000;
-constexpr useconds_t kReleasePollUs = 5'000;
+constexpr int kReleasePollMs = 5;
 
 class UniqueFd {
 public:
@@ -70,9 +70,11 @@ union Message {
 
 class Worker {
 public:
-    Worker(int socket, const DaemonInfo& info, Ledger& ledger, LedgerSlot& slot,
+    /// client: a pidfd of it; -1: none is to be had.
+    Worker(int socket, int client, const DaemonInfo& info, Ledger& ledger, LedgerSlot& slot,
            CompletionPage& page)
-        : socket_(socket), info_(info), ledger_(ledger), slot_(slot), executor_(page) {}
+        : socket_(socket), client_(client), info_(info), ledger_(ledger), slot_(slot),
+          executor_(page) {}
 
     void handle(const Message& message, std::size_t size, UniqueFd fd);
     void reply(Result result, int fd = -1, std::uint64_t value = 0, std::uint64_t value2 = 0);
@@ -86,6 +88,7 @@ private:
     void release_memory();
 
     int socket_;
+    int client_;
     const DaemonInfo& info_;
     Ledger& ledger_;
     LedgerSlot& slot_;
@@ -132,10 +135,13 @@ bool Worker::acquire(unsigned gpu, std::uint64_t size) {
         if (ledger_.acquire(slot_, gpu, size)) {
             return true;
         }
-        if (size > ledger_.capacity(gpu) || !ledger_.is_awaiting_release()) {
-            return false;
+        if (size > ledger_.capacity(gpu) || !ledger_.is_awaiting_release(slot_)) {
+            break;
         }
-        usleep(kReleasePollUs);
+        pollfd end{client_, POLLIN, 0};
+        if (poll(&end, 1, kReleasePollMs) > 0) {
+            _exit(0); // its own client has ended, too
+        }
     }
     return ledger_.acquire(slot_, gpu, size);
 }
@@ -297,7 +303,7 @@ void run_worker(int socket, const ucred& peer, const DaemonInfo& info, Ledger& l
     // A forked child of the client keeps its end open, so the end of the client is seen by its pid.
     const UniqueFd client(peer.pid > 0 ? static_cast<int>(syscall(SYS_pidfd_open, peer.pid, 0))
                                        : -1);
-    const auto worker = std::make_unique<Worker>(socket, info, ledger, slot, page);
+    const auto worker = std::make_unique<Worker>(socket, client.get(), info, ledger, slot, page);
     worker->reply(Result::success, page_fd.get());
     const auto message = std::make_unique<Message>();
     while (true) {

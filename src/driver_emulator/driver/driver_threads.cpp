@@ -11,6 +11,7 @@
 #include <sys/prctl.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+#include <utility>
 
 namespace gpustasis::emulator {
 namespace {
@@ -75,9 +76,27 @@ void* run_stream_thread(void* argument) {
     return nullptr;
 }
 
+struct Named {
+    const char* name;
+    void* (*body)(void*);
+    void* argument;
+    std::atomic<std::uint32_t> has_begun; // futex
+};
+
+/// Names itself: of another thread /proc may not know, as in a pid namespace without one of its own.
+void* run_named_thread(void* argument) {
+    Named& named = *static_cast<Named*>(argument);
+    const auto [body, of_body] = std::pair(named.body, named.argument);
+    prctl(PR_SET_NAME, named.name);
+    named.has_begun = 1;
+    futex_wake(named.has_begun); // if nobody is there any more, it wakes nobody
+    return body(of_body);
+}
+
 } // namespace
 
 bool start_driver_thread(void* (*body)(void*), void* argument, const char* name) noexcept {
+    Named named{name, body, argument, {}};
     sigset_t all;
     sigset_t old;
     sigfillset(&all);
@@ -87,11 +106,13 @@ bool start_driver_thread(void* (*body)(void*), void* argument, const char* name)
     pthread_attr_setstacksize(&attributes, kStackBytes);
     pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
     pthread_t thread{};
-    const int error = pthread_create(&thread, &attributes, body, argument);
+    const int error = name == nullptr
+                          ? pthread_create(&thread, &attributes, body, argument)
+                          : pthread_create(&thread, &attributes, run_named_thread, &named);
     pthread_attr_destroy(&attributes);
     pthread_sigmask(SIG_SETMASK, &old, nullptr);
-    if (error == 0 && name != nullptr) {
-        pthread_setname_np(thread, name);
+    while (error == 0 && name != nullptr && named.has_begun.load() == 0) {
+        futex_wait(named.has_begun, 0, 0);
     }
     return error == 0;
 }
