@@ -19,7 +19,7 @@ import pytest
 from gpustasis import policy
 from gpustasis.agent import containers, members, ranks
 from gpustasis.agent.config import Config
-from gpustasis.errors import EngineError, JobError
+from gpustasis.errors import AgentError, EngineError, JobError
 from gpustasis.jobs import epochs
 from gpustasis.jobs.member import Keeper
 from gpustasis.jobs.messages import Phase
@@ -161,6 +161,16 @@ def test_a_keeper_that_just_ends_by_itself_is_waited_for(
     node.running.clear()
     assert started._member(policy.Rank("job", 0, 2), B).known == {B}
     assert keeper not in started._members.values()
+
+
+def test_an_agent_that_ends_makes_no_keeper(node: Node) -> None:
+    """Nobody would have it end."""
+    started = node.start()
+    started.close()
+    node.add(A)
+    with pytest.raises(AgentError, match="about to end"):
+        started._member(policy.Rank("job", 0, 1), A)
+    assert not node.has_keeper()
 
 
 def test_two_containers_are_not_one_rank(node: Node) -> None:

@@ -187,6 +187,8 @@ class Ranks:
                 ending.stop()
         has_ended = ending is not None and ending.has_stopped()  # it may need the lock for that
         with self._lock:
+            if self._over.is_set():
+                raise AgentError("the agent is about to end")
             found = self._members.get(key)
             if found is not None and found is ending and has_ended:
                 self._remove(found)
