@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import threading
 from contextlib import closing
 from dataclasses import replace
@@ -312,14 +313,33 @@ UNTIL_TOLD = ("sh", "-c", "trap 'exit 0' TERM; while :; do sleep 0.05; done")
 GRACE = Grace(grace_s=120.0, reserve_s=5.0, rate=1 << 40)
 
 
-@pytest.mark.parametrize("late", [False, True])
+# Its first thread ends when it is told to, and a second later the program, well.
+THREADS = """
+import ctypes, os, pathlib, signal, sys, threading, time
+told = threading.Event()
+
+def end():
+    told.wait()
+    time.sleep(1)
+    os._exit(0)
+
+threading.Thread(target=end).start()
+signal.signal(signal.SIGTERM, lambda *_: told.set())
+pathlib.Path(sys.argv[1]).touch()
+while not told.is_set():
+    time.sleep(0.01)
+ctypes.CDLL(None).syscall(60, 0)  # exit, of this thread alone
+"""
+
+
+@pytest.mark.parametrize("how", ["at once", "meanwhile", "thread by thread"])
 def test_tasks_of_a_job_that_has_ended_get_the_signal_that_was_to_checkpoint_it(
-    late: bool,
+    how: str,
     context: Context,  # noqa: F811
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Else they would have time to end, and not know that they have to. late: they end while their
+    """Else they would have time to end, and not know that they have to. Meanwhile: while their
     keeper looks at what has become of the job."""
     ready, may_end = tmp_path / "ready", tmp_path / "may-end"
     monkeypatch.setattr(recovering_module, "_ENDS_WITHIN_S", 10.0)
@@ -343,15 +363,17 @@ def test_tasks_of_a_job_that_has_ended_get_the_signal_that_was_to_checkpoint_it(
 
     with closing(rank):
         assert rank.begin(new=True, can_start=True)
-        if late:
+        if how == "meanwhile":
             monkeypatch.setattr(guard, "read", read_late)
         else:
             may_end.touch()
         supervisor = Supervisor(context, SETTINGS, print, preempting, rank)
         before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
         ends = f"until [ -e {may_end} ]; do sleep 0.01; done; exit 0"
-        code = f"trap '{ends}' TERM; touch {ready}; while :; do sleep 0.05; done"
-        supervisor.start(("sh", "-c", code), os.environ)
+        command = ("sh", "-c", f"trap '{ends}' TERM; touch {ready}; while :; do sleep 0.05; done")
+        if how == "thread by thread":
+            command = (sys.executable, "-c", THREADS, str(ready))
+        supervisor.start(command, os.environ)
         try:
             with signalled(signal.SIGTERM, ready.exists, fail):
                 assert supervisor.run(restoring=False) == Ended(epoch=0, status=0)

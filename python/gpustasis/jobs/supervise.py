@@ -6,7 +6,6 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-import select
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +24,7 @@ from gpustasis.jobs.recovering import Recovering
 from gpustasis.jobs.restoring import Restoring
 from gpustasis.jobs.safe_point import SEAT_VARIABLE
 from gpustasis.jobs.spawning import spawn
-from gpustasis.jobs.stopping import Orphans, children, is_unheard, reap, status_of
+from gpustasis.jobs.stopping import Orphans, Root, reap
 from gpustasis.jobs.work import Order
 
 log = logging.getLogger(__name__)
@@ -58,8 +57,7 @@ class Supervisor:
         self._keeper = Keeper(
             context.store, context.keys, place.rank, context.world, self._work, settings
         )
-        # The root, when it was started, and its pidfd: a restored one has the pid that it had.
-        self._held, self._orphans = (0, 0, -1), Orphans()
+        self._root, self._orphans = Root(), Orphans()
         self._status: int | None = None
         self._is_asked_to_end = 0  # by which signal, without tasks
         self._signal = Signal(context)
@@ -181,14 +179,15 @@ class Supervisor:
             # Too late: whoever tells this keeper to end hears from it how it has.
             for number, handler in before.items():
                 signal.signal(number, handler if self._preempting is None else signal.SIG_IGN)
-            if self._held[2] >= 0:
-                os.close(self._held[2])
+            self._root.close()
             reap()
 
     def _recover(self, recovering: Recovering) -> Ended | None:
         """What its job's life asks of the rank now; None: it goes on. Raises JobError."""
         try:
-            lives = self._context.state.lives
+            if not (lives := self._context.state.lives):
+                self._root.await_end()
+                self._has_ended()
             then = recovering.take(None if lives else self._status, lived=lives)
         except StoreError as exc:
             self._await_store(exc)
@@ -350,33 +349,21 @@ class Supervisor:
 
     def _has_ended(self) -> bool:
         """Whether the root has, by now; its status is kept."""
-        self._orphans.reap(self._context.state.pid)
-        pid, start = self._context.state.pid, self._context.state.start_time
-        if pid == 0:
+        state = self._context.state
+        self._orphans.reap(state.pid)
+        if state.pid == 0:
             return True
-        held, held_start, descriptor = self._held
-        if (held, held_start) != (pid, start):
-            if descriptor >= 0:
-                os.close(descriptor)
-            self._held = (0, 0, -1)
-            try:
-                self._held = (pid, start, os.pidfd_open(pid))
-            except ProcessLookupError:
-                return True
-            is_there = self._context.state.lives or is_unheard(pid, start)
-            if not is_there and pid not in children():
-                return True  # another process has its number
-        if not select.select([self._held[2]], [], [], 0)[0]:
-            self._context.kin.look(pid)
+        if not self._root.has_ended(state.pid, state.start_time, lives=state.lives):
+            self._context.kin.look(state.pid)
             return False
         code = None
         if self._recovering is None:
             with suppress(ChildProcessError):
-                found, status = os.waitpid(pid, os.WNOHANG)
+                found, status = os.waitpid(state.pid, os.WNOHANG)
                 code = os.waitstatus_to_exitcode(status) if found else None
         if code is None:
             # Not collected: its number, and its session's, are no other's until all is stopped.
-            code = status_of(pid, start, self._held[2])
+            code = self._root.status()
         if code is not None:
             self._status = code if code >= 0 else 128 - code
         return True
