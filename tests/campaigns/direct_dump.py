@@ -71,7 +71,7 @@ def slow_direct(rig: Rig, rates: Rates = SLOW) -> Iterator[Rig]:
     try:
         environ = dict(rig.environ) | emulator.environment(api)
         # The job waits in the driver's gate before criu freezes it, and says nothing more.
-        emulator.set("lock_drain_ms", "50")
+        emulator.set("lock_drain_ms", "200")
         slow_down(emulator)
         yield with_config(replace(rig, emulator=emulator, environ=environ, scratch=place), DIRECT)
     finally:

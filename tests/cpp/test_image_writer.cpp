@@ -60,7 +60,8 @@ public:
         for (unsigned most = most_readers.load(); most < now;)
             if (most_readers.compare_exchange_weak(most, now))
                 break;
-        static_cast<void>(comes_true([this] { return most_readers >= awaited; }));
+        if (!has_waited.exchange(true))
+            static_cast<void>(comes_true([this] { return most_readers >= awaited; }));
         std::this_thread::sleep_for(std::chrono::milliseconds(delay_ms));
         --readers_;
         if (++reads == fail_at)
@@ -71,10 +72,11 @@ public:
     std::atomic<unsigned> reads = 0;
     unsigned fail_at = 0; ///< 0: never
     unsigned delay_ms = 0;
-    unsigned awaited = 0; ///< so many readers at once are waited for, until they have been there
+    unsigned awaited = 0; ///< the first reader waits until so many at once have been there
 
 private:
     std::atomic<unsigned> readers_ = 0;
+    std::atomic<bool> has_waited = false;
 };
 
 void chunks_are_read_in_parallel() {

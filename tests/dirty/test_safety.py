@@ -78,6 +78,7 @@ def registered(pid: int) -> int:
 def test_a_waiting_thread_waits_on(
     blocked: Callable[..., subprocess.Popen[str]], mode: str
 ) -> None:
+    begun = time.monotonic()
     process = blocked(mode)
     end = time.monotonic() + TRACKED_MS / 1000
     while time.monotonic() < end:
@@ -86,6 +87,7 @@ def test_a_waiting_thread_waits_on(
                 tracker.mark()
                 assert tracker.scan(remark=True).tracked_bytes > 0
         except ProcessLookupError:  # so late are we; how it has ended is seen below
+            assert time.monotonic() - begun >= WAIT_MS / 1000
             wait_for_state(process.pid, "Z")
             break
         time.sleep(0.01)

@@ -7,15 +7,11 @@ import ctypes
 import json
 import os
 import re
-import time
-from pathlib import Path
 
 import pytest
 
 from campaigns.rig import Rig
-from campaigns.steady_job import SteadyJob
 from gpustasis.emulator import RATES_OFF, Options
-from support.job import POLL_S, TIMEOUT_S
 from support.memory_limit import memory_limit
 
 MIB = 1 << 20
@@ -36,19 +32,6 @@ def driver(rig: Rig, branch: int, **settings: str) -> None:
     )
 
 
-def await_begun(job: SteadyJob) -> None:
-    """Until each of its threads has slept once. On a busy machine the job may make its first steps
-    before a thread of the driver has given itself its name and its signals."""
-    deadline = time.monotonic() + TIMEOUT_S
-    while any(
-        "\nvoluntary_ctxt_switches:\t0\n" in (task / "status").read_text()
-        for pid in job.pids
-        for task in Path(f"/proc/{pid}/task").iterdir()
-    ):
-        assert time.monotonic() < deadline, "a thread of the job does not begin"
-        time.sleep(POLL_S)
-
-
 CASES = [
     ("managed-memory", {"managed_memory": "1"}, 0, "/dev/nvidia-uvm"),
     ("nccl", {"nccl": "1"}, 0, "pt_nccl_watchdg"),
@@ -63,7 +46,6 @@ def test_what_595_destroys_is_refused_and_the_job_runs_on(
 ) -> None:
     driver(own_rig, 595, **settings)
     with own_rig.job(mib=4, children=children) as job:
-        await_begun(job)
         threads = job.threads()
         images = own_rig.images()
         dumped = own_rig.dump(job, images)

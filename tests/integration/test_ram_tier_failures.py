@@ -175,14 +175,14 @@ def await_waiting(criu: subprocess.Popen[bytes], images: Path) -> None:
 def test_a_dump_waits_until_a_drain_has_made_room(newest_rig: Rig, arena: Path) -> None:
     rig = newest_rig
     with rig.job(mib=32) as job:
-        config = ram(arena, arena_limit=48 << 20, when_full="wait", when_full_timeout_s=300)
+        config = ram(arena, arena_limit=48 << 20, when_full="wait", when_full_timeout_s=200)
         first = dump(rig, job, "--leave-running", **config)
         second = rig.images()
         criu = rig.start(rig.dump_words(job, second, ["--leave-running"]), config)
         await_waiting(criu, second)
         job.run_on()  # nothing of it is locked
         drain(first)
-        assert criu.wait(timeout=300) == 0
+        assert criu.wait(timeout=200) == 0
         assert tier_of(second) == Tier.LOCAL
         assert not verify_directory(second).problems
         job.run_on()
@@ -194,7 +194,7 @@ def test_a_parent_that_is_drained_while_its_child_waits_for_room_is_not_removed(
     """A tree without CUDA has no marker before it has room: no store says that it needs one."""
     rig = newest_rig
     with running(rig, memory_job, mib=64) as job:
-        config = ram(arena, cpu_memory="ours", when_full="wait", when_full_timeout_s=300)
+        config = ram(arena, cpu_memory="ours", when_full="wait", when_full_timeout_s=200)
         first = dump(rig, job, "--leave-running", **config)
         job.run_on()
         other = dump(rig, job, "--leave-running", **config)
@@ -208,7 +208,7 @@ def test_a_parent_that_is_drained_while_its_child_waits_for_room_is_not_removed(
         drain(first)
         assert try_exclude(first) is None  # as of a prune
         drain(other)
-        assert criu.wait(timeout=300) == 0
+        assert criu.wait(timeout=200) == 0
         job.run_on()
     drain(second)
     assert not verify_directory(second).problems

@@ -204,7 +204,6 @@ def test_a_copy_that_breaks_off_aborts_the_epoch_and_nothing_of_it_stays(
                 asking = threading.Thread(target=lambda: found.append(job.job(*words)))
                 asking.start()
                 assert begun.wait(60), job.logs()
-                time.sleep(0.2)  # the proxy has seen it, and passes nothing on
                 proxy.mend()
                 asking.join()
             assert found[0].returncode == JobError.exit_code

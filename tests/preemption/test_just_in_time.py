@@ -299,7 +299,9 @@ def test_what_left_the_tree_stops_the_dump(supervise: Supervise) -> None:
     run = supervise("sh", "-c", "(sleep 611 & echo $!); echo ready; sleep 612")
     run.wait_for("ready")
     stray = int(run.wrote()[0])
+    deadline = time.monotonic() + 60
     while Path(f"/proc/{stray}/comm").read_text() != "sleep\n":  # it is the shell's copy before
+        assert time.monotonic() < deadline, "the shell's copy executes no sleep"
         time.sleep(0.02)
     run.tell_to_end()
     assert run.wait() == 128 + signal.SIGTERM

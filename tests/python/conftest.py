@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -116,13 +117,15 @@ def abandon(emulator_environ: dict[str, str], tmp_path: Path) -> Abandon:
             assert workers, "the plugin has no worker: what is tested here cannot come about"
             if not with_worker:
                 workers.clear()
-            ends = [os.pidfd_open(worker) for worker in workers]
-            for worker in workers:
-                os.kill(worker, signal.SIGKILL)
-            os.killpg(criu.pid, signal.SIGKILL)
-        for end in ends:  # killed is not yet ended: until then it has the directory open
-            assert wait(TIMEOUT_S, end), "a worker does not die"
-            os.close(end)
+            with ExitStack() as held:
+                ends = [os.pidfd_open(worker) for worker in workers]
+                for end in ends:
+                    held.callback(os.close, end)
+                for worker in workers:
+                    os.kill(worker, signal.SIGKILL)
+                os.killpg(criu.pid, signal.SIGKILL)
+                for end in ends:  # killed is not yet ended: until then it has the directory open
+                    assert wait(TIMEOUT_S, end), "a worker does not die"
         reached.unlink()
 
     return begin_and_kill

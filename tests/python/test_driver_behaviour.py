@@ -57,7 +57,7 @@ def is_at_work(pid):
 class Begun(behaviour_faults.Call):
     def __init__(self, lab, caller, name, target):
         super().__init__(lab, caller, name, target)
-        while lab.left and not is_at_work(target.pid):
+        while self._thread.is_alive() and lab.left and not is_at_work(target.pid):
             time.sleep(0.01)
 
 behaviour_faults.Call = Begun

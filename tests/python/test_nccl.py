@@ -23,7 +23,6 @@ from gpustasis.emulator import Emulator
 from gpustasis.nccl import Seen
 from python.test_container_checks import CHECKER
 from support.job import Job
-from support.job_ranks import wait_for
 
 CALM = {
     "NCCL_NVLS_ENABLE": "0",
@@ -219,8 +218,6 @@ def test_doctor_tells_of_a_container(
     """Of processes with NCCL's threads, which the emulator starts."""
     emulator.set("nccl", "1")
     job = gpu_generations()
-    # A thread names itself when it runs, which may be after the job is ready.
-    wait_for(lambda: len(nccl.look(job.pid).threads) == 2, "the names of the threads")
     argv = [sys.executable, "-c", CHECKER, str(job.pid)]
     done = subprocess.run(argv, env=emulator_environ, capture_output=True, text=True, check=True)
     found = [(status, text) for name, status, text in json.loads(done.stdout) if name == "NCCL"]

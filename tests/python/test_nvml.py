@@ -80,12 +80,14 @@ def test_what_does_not_answer_is_asked_once(
     held = tmp_path / "held"
     held.touch()
     place = library(tmp_path, "-DRATES=0", f'-DWAITS="{held}"')  # while that is there
-    with monkeypatch.context() as patch:
-        patch.setattr(nvml, "ANSWER_S", 0.1)
-        for said in ("no answer within 0.1 s", "has not answered yet", "has not answered yet"):
-            with pytest.raises(DriverError, match=said):
-                nvml.busiest(place)
-    held.unlink()
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(nvml, "ANSWER_S", 0.1)
+            for said in ("no answer within 0.1 s", "has not answered yet", "has not answered yet"):
+                with pytest.raises(DriverError, match=said):
+                    nvml.busiest(place)
+    finally:
+        held.unlink()
     (left,) = nvml._left_behind
     assert left.wait(60)
     assert nvml.busiest(place) == 0.8  # it is back

@@ -161,6 +161,8 @@ def test_dumps_that_build_on_candidates_meanwhile(tmp_path: Path) -> None:
                     assert os.waitstatus_to_exitcode(status) == 0
     finally:
         enough.touch()  # a prune that fails leaves none of them at work
+        for pid in running:
+            os.waitpid(pid, 0)
     left = [path for path in store.iterdir() if (path / "inventory.img").exists()]
     assert [path.name for path in left if not is_whole(path)] == []
     assert prunes > 3

@@ -79,7 +79,11 @@ def until_it_has_ended(
 
     def sleep(seconds: float) -> None:
         if seconds == LATER_S:
-            os.waitid(os.P_PID, started[request.param].pid, os.WEXITED | os.WNOWAIT)
+            deadline = time.monotonic() + 60
+            look = os.WEXITED | os.WNOWAIT | os.WNOHANG
+            while os.waitid(os.P_PID, started[request.param].pid, look) is None:
+                assert time.monotonic() < deadline, "it does not end"
+                time.sleep(0.01)
         else:
             time.sleep(seconds)
 

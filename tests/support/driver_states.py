@@ -16,6 +16,7 @@ from gpustasis.errors import DriverError
 
 _ANSWER_S = 5.0  # of one whose restore thread runs
 _END_S = 10.0
+_GIVEN_UP: set[int] = set()
 _POLL_S = 0.01
 
 
@@ -26,12 +27,15 @@ def driver_of(environ: Mapping[str, str]) -> Driver:
 
 def await_ends(emulator: Emulator) -> None:
     """Until the emulator has let go of the memory of all processes that have ended: its worker of
-    one ends after it, and takes its time. Not for ever."""
+    one ends after it, and takes its time. Once for each, and not for ever."""
     deadline = time.monotonic() + _END_S
-    while time.monotonic() < deadline:
-        listed = [one["pid"] for gpu in emulator.status()["gpus"] for one in gpu["processes"]]
-        if all(is_alive(pid) for pid in listed if pid > 0):
+    while True:
+        listed = {one["pid"] for gpu in emulator.status()["gpus"] for one in gpu["processes"]}
+        left = {pid for pid in listed - _GIVEN_UP if pid > 0 and not is_alive(pid)}
+        if not left:
             return
+        if time.monotonic() > deadline:
+            _GIVEN_UP.update(left)
         time.sleep(_POLL_S)
 
 
