@@ -87,7 +87,10 @@ def test_memory_of_the_process_before_is_waited_for(
     words = ("-t", str(job.pid), "-D", images, "--leave-running")
     assert stock("dump", *words).returncode == 0
     resume(caller, job)
-    (worker,) = workers_of(job.pid)
+    deadline = time.monotonic() + 30
+    while len(workers := workers_of(job.pid)) != 1:  # that of before the checkpoint is to end yet
+        assert time.monotonic() < deadline, workers
+    (worker,) = workers
     os.kill(worker, signal.SIGSTOP)
     try:
         job.signal(signal.SIGKILL)

@@ -18,14 +18,13 @@ from gpustasis.cli import job_run
 from gpustasis.errors import JobError
 from gpustasis.jobs import epochs, preempting, steering, verified
 from gpustasis.jobs import recovering as recovering_module
-from gpustasis.jobs.ending import Ended
+from gpustasis.jobs.ending import Ended, Next
 from gpustasis.jobs.guard import Guard, where
 from gpustasis.jobs.lives import Failure, Life, Stage, Way, life_of
 from gpustasis.jobs.member import Outcome
 from gpustasis.jobs.messages import Epoch, Phase
 from gpustasis.jobs.rank import Context
 from gpustasis.jobs.records import Plan, phase_text
-from gpustasis.jobs.recovering import Next
 from gpustasis.jobs.steering import find_life
 from gpustasis.jobs.store import Put
 from gpustasis.jobs.supervise import Supervisor

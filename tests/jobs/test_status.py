@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 from gpustasis.cli import cli
 from gpustasis.criu import find
 from gpustasis.errors import JobError
-from gpustasis.jobs import supervise
+from gpustasis.jobs import stopping
 from gpustasis.jobs.rank import Context
 from gpustasis.jobs.stopping import is_unheard
 from gpustasis.jobs.supervise import Supervisor
@@ -81,7 +81,7 @@ def test_a_status_that_is_not_known_is_no_success(
     """Before Linux 6.15 nobody but the parent may learn it."""
     monkeypatch.setattr(find, "find", lambda _: NO_CRIU)
     if not is_known:
-        monkeypatch.setattr(supervise, "status_of", lambda *_: None)
+        monkeypatch.setattr(stopping, "status_of", lambda *_: None)
     ended = kept_until(left, tmp_path)
     if is_known:
         assert ended.exit_code == 3

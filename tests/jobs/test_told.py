@@ -19,13 +19,13 @@ import pytest
 from gpustasis.errors import JobError
 from gpustasis.jobs import ending, epochs, steering
 from gpustasis.jobs import recovering as recovering_module
-from gpustasis.jobs.ending import Ended, Signal
+from gpustasis.jobs.ending import Ended, Next, Signal
 from gpustasis.jobs.guard import Guard, where
 from gpustasis.jobs.lives import Failure, Life, Stage, Way
 from gpustasis.jobs.messages import Phase
 from gpustasis.jobs.preempting import Grace, Preempting
 from gpustasis.jobs.rank import Context
-from gpustasis.jobs.recovering import Next, Recovering
+from gpustasis.jobs.recovering import Recovering
 from gpustasis.jobs.store import Put, Snapshot
 from gpustasis.jobs.supervise import Supervisor
 from jobs.test_stopping import TERMS, recovering
@@ -313,28 +313,28 @@ UNTIL_TOLD = ("sh", "-c", "trap 'exit 0' TERM; while :; do sleep 0.05; done")
 GRACE = Grace(grace_s=120.0, reserve_s=5.0, rate=1 << 40)
 
 
-# Its first thread ends when it is told to, and a second later the program, well.
+# Its first thread ends when it is told to, and a second later the program.
 THREADS = """
 import ctypes, os, pathlib, signal, sys, threading, time
-told = threading.Event()
 
 def end():
-    told.wait()
     time.sleep(1)
-    os._exit(0)
+    os._exit(int(sys.argv[2]))
 
-threading.Thread(target=end).start()
-signal.signal(signal.SIGTERM, lambda *_: told.set())
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 pathlib.Path(sys.argv[1]).touch()
-while not told.is_set():
-    time.sleep(0.01)
-ctypes.CDLL(None).syscall(60, 0)  # exit, of this thread alone
+signal.sigwait({signal.SIGTERM})
+threading.Thread(target=end).start()
+ctypes.CDLL(None).syscall({"x86_64": 60, "aarch64": 93}[os.uname().machine], 0)  # of this thread
 """
 
 
-@pytest.mark.parametrize("how", ["at once", "meanwhile", "thread by thread"])
+@pytest.mark.parametrize(
+    ("how", "status"), [("at once", 0), ("meanwhile", 0), ("by threads", 0), ("by threads", 3)]
+)
 def test_tasks_of_a_job_that_has_ended_get_the_signal_that_was_to_checkpoint_it(
     how: str,
+    status: int,
     context: Context,  # noqa: F811
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -371,12 +371,12 @@ def test_tasks_of_a_job_that_has_ended_get_the_signal_that_was_to_checkpoint_it(
         before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
         ends = f"until [ -e {may_end} ]; do sleep 0.01; done; exit 0"
         command = ("sh", "-c", f"trap '{ends}' TERM; touch {ready}; while :; do sleep 0.05; done")
-        if how == "thread by thread":
-            command = (sys.executable, "-c", THREADS, str(ready))
+        if how == "by threads":
+            command = (sys.executable, "-c", THREADS, str(ready), str(status))
         supervisor.start(command, os.environ)
         try:
             with signalled(signal.SIGTERM, ready.exists, fail):
-                assert supervisor.run(restoring=False) == Ended(epoch=0, status=0)
+                assert supervisor.run(restoring=False) == Ended(epoch=0, status=status)
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)

@@ -16,6 +16,8 @@ FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signa
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _OUTLIVED_S = 600.0  # tasks that live so long after a signal were not ended by it
 _SEEN_S = 5.0
+_DIES_WITHIN_S = 30.0
+_AGAIN_S = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +29,36 @@ class Ended:
     epoch: int
     status: int | None
     told: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Next:
+    """START: the command. FAILED: the job has, and why. DONE: all ranks have ended."""
+
+    start: bool = False
+    failed: str = ""
+    done: bool = False
+
+
+@dataclass(slots=True)
+class Dying:
+    """A root whose first thread has ended: then the others do, and its memory goes, and how it has
+    ended is known. Not for ever: a program may run on without that thread."""
+
+    _root: int = 0  # its start time
+    _since: float = 0.0
+
+    def goes_on(self, context: Context) -> bool:
+        """A moment later it may not."""
+        state, now = context.state, time.monotonic()
+        if state.lives:
+            return False
+        if self._root != state.start_time:
+            self._root, self._since = state.start_time, now
+        if now > self._since + _DIES_WITHIN_S:
+            return False
+        time.sleep(_AGAIN_S)
+        return True
 
 
 @dataclass(slots=True)

@@ -8,9 +8,9 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from gpustasis.errors import JobError, StoreError
+from gpustasis.jobs.ending import Dying, Next
 from gpustasis.jobs.evidence import keep_stacks
 from gpustasis.jobs.guard import Guard
 from gpustasis.jobs.hanging import Watcher
@@ -26,15 +26,6 @@ _ENDS_WITHIN_S = 60.0  # after a signal; whoever sent it may kill it earlier
 _AGAIN_S = 0.2
 _ALL = 1 << 30  # checkpoints
 _NOTICED_S = 0.2  # a keeper looks so often whether its tasks have ended
-
-
-@dataclass(frozen=True, slots=True)
-class Next:
-    """START: the command. FAILED: the job has, and why. DONE: all ranks have ended."""
-
-    start: bool = False
-    failed: str = ""
-    done: bool = False
 
 
 class Recovering:
@@ -62,6 +53,7 @@ class Recovering:
         self.asked = ""  # why the keeper was told to end
         self._told_at = math.inf  # when it first was, in seconds since 1970
         self._asked_at = 0.0  # when that was first waited for
+        self._dying = Dying()
         self._found = 0  # the life of which another keeper has said that tasks are here
         self.ended_well = False  # all ranks have, by themselves
         self.awaits_end = False  # of its tasks: the job has ended, and they have time for it
@@ -239,8 +231,8 @@ class Recovering:
         return watcher is not None and not ended and bool(watcher.look(self._context.state.pid))
 
     def take(self, status: int | None, *, lived: bool = False) -> Next:
-        """Do what is due. status: of the tasks, if they have ended; lived: they had not. Raises
-        JobError; StoreError: then it is asked again."""
+        """Do what is due. status: of the tasks, if they have ended; lived: not all threads
+        of their root had. Raises JobError; StoreError: then it is asked again."""
         context, guard = self._context, self._guard
         if guard.unseated:
             self._stop()
@@ -253,7 +245,7 @@ class Recovering:
             self._leave(life)
             raise JobError(f"job {context.place.job} was started anew meanwhile")
         self._require_known(life)
-        if self._was_told_to_end(life, status):
+        if (lived and self._dying.goes_on(context)) or self._was_told_to_end(life, status):
             return Next()
         match life.stage:
             case Stage.RUNS if self._is_other(life):
@@ -266,7 +258,7 @@ class Recovering:
                 time.sleep(_AGAIN_S)
             case Stage.STOPS:
                 self._make_way(life)
-            case Stage.FAILED | Stage.DONE if context.state.lives or not lived:  # else: how?
+            case Stage.FAILED | Stage.DONE:
                 self._stop()
                 if guard.standing(life.number) is not None:  # else another place may have it
                     self._say(life, Way.STOPPED)  # so that it may be started elsewhere

@@ -9,7 +9,7 @@ import select
 import signal
 import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
@@ -22,7 +22,6 @@ from gpustasis.task import comm_of, read_task
 _ENDED_S = 60.0
 _HEARD_S = 5.0  # whoever else is a parent may never ask
 _POLL_S = 0.02
-_LAST_THREADS_S = 30.0
 _UNCLAIMED_S = 5.0  # somebody who waits for a child looks more often
 _HELPERS = frozenset((WORKER_COMM, GUARDIAN_COMM))
 _NONE: Mapping[int, int] = MappingProxyType({})
@@ -196,10 +195,14 @@ class Root:
 
     def __init__(self) -> None:
         self._held, self._descriptor = (0, 0), -1
-        self._leaderless = (0, 0)
 
-    def has_ended(self, pid: int, start_time: int, *, lives: bool) -> bool:
-        """Whether all threads of that one have. lives: the first one has not."""
+    @property
+    def is_held(self) -> bool:
+        """Else another process may have its number."""
+        return self._descriptor >= 0
+
+    def has_ended(self, pid: int, start_time: int, lives: Callable[[], bool]) -> bool:
+        """Whether all threads of that one have. lives: whether the first one has not."""
         if self._held != (pid, start_time):
             self.close()
             try:
@@ -207,25 +210,17 @@ class Root:
             except ProcessLookupError:
                 return True
             self._held = pid, start_time
-            if not (lives or is_unheard(pid, start_time) or pid in children()):
+            if not (lives() or is_unheard(pid, start_time) or pid in children()):
                 self.close()
                 return True  # another process has its number
         return bool(select.select([self._descriptor], [], [], 0)[0])
 
-    def await_end(self) -> None:
-        """Of one whose first thread has ended: the others, and its memory, take their time. Once,
-        as a program may run on without that thread."""
-        if self._descriptor < 0 or self._leaderless == self._held:
-            return
-        if not select.select([self._descriptor], [], [], _LAST_THREADS_S)[0]:
-            self._leaderless = self._held
-
     def status(self) -> int | None:
         """As status_of has it, of one that has ended."""
-        return None if self._descriptor < 0 else status_of(*self._held, self._descriptor)
+        return status_of(*self._held, self._descriptor) if self.is_held else None
 
     def close(self) -> None:
-        if self._descriptor >= 0:
+        if self.is_held:
             os.close(self._descriptor)
         self._held, self._descriptor = (0, 0), -1
 

@@ -185,10 +185,8 @@ class Supervisor:
     def _recover(self, recovering: Recovering) -> Ended | None:
         """What its job's life asks of the rank now; None: it goes on. Raises JobError."""
         try:
-            if not (lives := self._context.state.lives):
-                self._root.await_end()
-                self._has_ended()
-            then = recovering.take(None if lives else self._status, lived=lives)
+            lived = not self._has_ended()
+            then = recovering.take(None if lived else self._status, lived=lived)
         except StoreError as exc:
             self._await_store(exc)
             return None
@@ -353,11 +351,11 @@ class Supervisor:
         self._orphans.reap(state.pid)
         if state.pid == 0:
             return True
-        if not self._root.has_ended(state.pid, state.start_time, lives=state.lives):
+        if not self._root.has_ended(state.pid, state.start_time, lambda: state.lives):
             self._context.kin.look(state.pid)
             return False
         code = None
-        if self._recovering is None:
+        if self._recovering is None and self._root.is_held:
             with suppress(ChildProcessError):
                 found, status = os.waitpid(state.pid, os.WNOHANG)
                 code = os.waitstatus_to_exitcode(status) if found else None

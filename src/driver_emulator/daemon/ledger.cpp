@@ -36,13 +36,14 @@ std::uint64_t start_time(pid_t pid) noexcept {
 
 bool has_ended(const LedgerSlot& slot) noexcept {
     const int client = static_cast<int>(syscall(SYS_pidfd_open, slot.client, 0));
-    if (client < 0) {
-        return errno == ESRCH;
+    if (client < 0) { // the number may be a thread's by now
+        return errno == ESRCH || errno == EINVAL || errno == ENOENT;
     }
     pollfd end{client, POLLIN, 0}; // readable when it has ended, reaped or not
     const bool is_readable = poll(&end, 1, 0) == 1;
     close(client);
-    return is_readable || start_time(slot.client) != slot.client_start;
+    const std::uint64_t now = start_time(slot.client); // 0: /proc may hide it
+    return is_readable || (now != 0 && slot.client_start != 0 && now != slot.client_start);
 }
 
 } // namespace

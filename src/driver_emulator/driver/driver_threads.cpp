@@ -87,7 +87,9 @@ struct Named {
 void* run_named_thread(void* argument) {
     Named& named = *static_cast<Named*>(argument);
     const auto [body, of_body] = std::pair(named.body, named.argument);
-    prctl(PR_SET_NAME, named.name);
+    if (named.name != nullptr) {
+        prctl(PR_SET_NAME, named.name);
+    }
     named.has_begun = 1;
     futex_wake(named.has_begun); // if nobody is there any more, it wakes nobody
     return body(of_body);
@@ -106,12 +108,10 @@ bool start_driver_thread(void* (*body)(void*), void* argument, const char* name)
     pthread_attr_setstacksize(&attributes, kStackBytes);
     pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
     pthread_t thread{};
-    const int error = name == nullptr
-                          ? pthread_create(&thread, &attributes, body, argument)
-                          : pthread_create(&thread, &attributes, run_named_thread, &named);
+    const int error = pthread_create(&thread, &attributes, run_named_thread, &named);
     pthread_attr_destroy(&attributes);
     pthread_sigmask(SIG_SETMASK, &old, nullptr);
-    while (error == 0 && name != nullptr && named.has_begun.load() == 0) {
+    while (error == 0 && named.has_begun.load() == 0) {
         futex_wait(named.has_begun, 0, 0);
     }
     return error == 0;

@@ -8,8 +8,8 @@ namespace gpustasis::emulator {
 
 struct Driver;
 
-/// Starts a detached thread with all signals blocked: they are the program's. It has its name when
-/// this returns; nullptr: the program's. Returns false if there is none to be had.
+/// Starts a detached thread with all signals blocked: they are the program's. It runs, with its
+/// name, when this returns; nullptr: the program's name. Returns false if there is none to be had.
 bool start_driver_thread(void* (*body)(void*), void* argument, const char* name = nullptr) noexcept;
 
 /// Starts the thread that answers callers of the checkpoint API, with its name set.
