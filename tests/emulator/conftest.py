@@ -6,7 +6,6 @@ caller    caller(call, pid, *words) -> (CUresult, value): one call of the checkp
 process
           of its own
 vectors   vectors(mib=8) -> Job: programs/plain_vectors.c, running
-emulator  that of tests/conftest.py, once nobody of the tests before is on its GPUs
 lone      an emulator of the test's own: lone(**options) -> Emulator, see gpustasis.emulator.Options
 stock     criu without any plugin: stock(words) -> CompletedProcess
 
@@ -22,7 +21,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -31,21 +29,11 @@ import pytest
 from gpustasis.criu.find import Criu
 from gpustasis.emulator import RATES_OFF, Emulator, Options, library_directory
 from support.custom_storage import DRIVER, MIB, Caller
-from support.job import TIMEOUT_S, Job
+from support.job import Job
 from support.kernels import compile_kernels
 
 PROGRAMS = Path(__file__).resolve().parent / "programs"
 Call = Callable[..., tuple[int, int]]
-
-
-@pytest.fixture
-def emulator(emulator: Emulator) -> Emulator:
-    """The daemon's worker of a process that was killed ends after it, and takes its time."""
-    deadline = time.monotonic() + TIMEOUT_S
-    while left := [gpu for gpu in emulator.status()["gpus"] if gpu["used_bytes"]]:
-        assert time.monotonic() < deadline, left
-        time.sleep(0.01)
-    return emulator
 
 
 @pytest.fixture(scope="session")

@@ -29,16 +29,9 @@ from support.custom_storage import (
     goes_on,
     used,
 )
+from support.driver_states import await_ends
 from support.faults import await_hit
-from support.job import TIMEOUT_S, Job
-
-
-def await_used(gpus: Emulator, wanted: list[int]) -> None:
-    """The daemon's worker of a process that was killed ends after it, and takes its time."""
-    deadline = time.monotonic() + TIMEOUT_S
-    while (found := used(gpus)) != wanted:
-        assert time.monotonic() < deadline, found
-        time.sleep(0.01)
+from support.job import Job
 
 
 def test_a_caller_that_dies_in_a_checkpoint_has_ended_it(
@@ -88,7 +81,8 @@ def test_a_target_that_dies_takes_nothing_of_the_caller(
     assert caller("complete", loaded) == (SUCCESS,)
     assert caller("unlock", next_job.pid) == (SUCCESS,)
     goes_on(next_job)
-    await_used(gpus, [16 * MIB, 0])
+    await_ends(gpus)
+    assert used(gpus) == [16 * MIB, 0]
 
 
 def test_memory_that_was_given_back_can_be_somebody_elses(

@@ -15,7 +15,8 @@ import pytest
 
 from campaigns import repetition
 from campaigns.rig import Rig, await_line, log_path
-from campaigns.steady_job import SteadyJob, process_state
+from campaigns.steady_job import SteadyJob
+from campaigns.victims import signal_all
 from gpustasis._core import find_checkpoint_record
 from gpustasis.driver import Driver, ProcessState
 from gpustasis.dump_records import alone_with
@@ -34,22 +35,11 @@ WAIT_S = 20.0
 ASKED = {"found_locked": "dump"}
 
 
-def stop(*pids: int) -> None:
-    """Until each of their threads stands: one that has not heard of it yet works on."""
-    for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
-    deadline = time.monotonic() + WAIT_S
-    tasks = [Path(f"/proc/{pid}/task") for pid in pids]
-    while any(process_state(int(tid)) != "T" for each in tasks for tid in os.listdir(each)):
-        assert time.monotonic() < deadline, f"{pids} do not stop"
-        time.sleep(0.01)
-
-
 def kill_with_worker(criu: subprocess.Popen[bytes], images: Path) -> None:
     """A dump that is left as it is: the worker is stopped first, since criu would start another
     one, and the worker would undo it."""
     workers = find_users(images, WORKER_COMM, GUARDIAN_COMM)
-    stop(*workers)
+    signal_all(workers, signal.SIGSTOP)
     criu.kill()
     criu.wait(60)
     for pid in workers:
@@ -343,7 +333,7 @@ def test_a_job_that_a_killed_restore_left_locked_is_unlocked(
 def test_a_stopped_job_is_refused_with_the_reason(newest_rig: Rig) -> None:
     """The driver cannot reach it; waiting for that would be in vain."""
     with newest_rig.job(mib=4, children=1) as job:
-        stop(job.pids[1])
+        signal_all([job.pids[1]], signal.SIGSTOP)
         dumped = newest_rig.dump(job, newest_rig.images())
         assert dumped.status != 0
         assert "the process is stopped" in dumped.log

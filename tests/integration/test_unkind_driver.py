@@ -188,8 +188,7 @@ def test_a_cuinit_that_is_under_way(rig: Rig) -> None:
 def test_cuda_that_starts_at_any_moment_of_a_dump(newest_rig: Rig) -> None:
     """Before the plugin looks for it, behind its back, or when all is frozen."""
     random = Random(SEED)
-    # Held: it has no time left to start before all is frozen, and its signal comes before criu
-    # stores those of the process.
+    # Held: the signal comes before criu stores those of the process.
     for held, moment in [(False, STARTED), *itertools.product((False, True), MOMENTS)]:
         with newest_rig.job(mib=8, late_children=1, children=1) as job:
             late = job.pids[1]
